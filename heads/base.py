@@ -1,0 +1,202 @@
+"""What every draft head is made of: its config, its network and the names their tensors go by.
+
+Glossary, used throughout the project:
+    target          the model being made faster; a draft head is trained for exactly one target
+    row t           the token x_t, its loss mask and the target's hidden states after x_t was consumed
+    layer id i      the residual stream entering decoder layer i; 0 = embeddings, L = after the last layer and
+                    before the final norm
+    aux states      the hidden states a head is conditioned on, [..., num_layer_ids, target_hidden]
+    draft id        an index into the draft vocabulary; `draft_to_target` turns it into a target id
+    num_tokens      rows of a packed batch;  batch, seq: a padded one
+
+A network holds no mask, no cache, no draft loop and no loss. Those belong to its callers: the trainer, the engine, a test.
+"""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from .target_tensors import TargetTensors
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""`attend(layer, q, k, v) -> out`: q [..., heads, head_dim], k and v [..., kv_heads, head_dim], RoPE already applied;
+out [..., heads, head_dim]. The caller decides what each row sees and where k and v are kept."""
+
+
+class HeadError(ValueError):
+    """A head, its folder or its config is not what was expected; the message says what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetFacts:
+    """The shape of a target, as far as a draft head is derived from it."""
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope_parameters: dict[str, Any]
+
+    @classmethod
+    def from_config(cls, config: Any) -> Self:
+        """Reads a transformers config (of a composite model: its text part)."""
+        text = config.get_text_config()
+        hidden, heads = text.hidden_size, text.num_attention_heads
+        latent = getattr(text, "kv_lora_rank", None) is not None
+        rope = getattr(text, "rope_parameters", None) or {}
+        if "rope_type" not in rope and any(isinstance(value, Mapping) for value in rope.values()):
+            rope = rope.get("full_attention") or next(v for v in rope.values() if isinstance(v, Mapping))
+        return cls(
+            model_type=text.model_type,
+            hidden_size=hidden,
+            intermediate_size=getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden,
+            num_layers=text.num_hidden_layers,
+            num_heads=heads,
+            num_kv_heads=heads if latent else (getattr(text, "num_key_value_heads", None) or heads),
+            head_dim=hidden // heads if latent else (getattr(text, "head_dim", None) or hidden // heads),
+            vocab_size=text.vocab_size,
+            rms_norm_eps=getattr(text, "rms_norm_eps", None) or 1e-6,
+            max_position_embeddings=getattr(text, "max_position_embeddings", None) or 2048,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **rope},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig(ABC):
+    """Everything needed to build a network and serve it; subclasses add their fields and the three class paths.
+
+    `network`, `objective` and `proposer` are `module:Class` strings, resolved only when used, so that no import runs
+    from heads to train or infer and a head may live in another package.
+    """
+
+    network: ClassVar[str]
+    objective: ClassVar[str]
+    proposer: ClassVar[str]
+    requires_final_state: ClassVar[bool]
+    """Whether training needs id L beside `layer_ids` (for soft labels or as the head's own input)."""
+
+    target: TargetFacts
+    layer_ids: tuple[int, ...]
+    vocab_size: int
+    draft_vocab_size: int
+
+    def __post_init__(self) -> None:
+        last = self.target.num_layers
+        wrong = [i for i in self.layer_ids if not 0 <= i <= last]
+        if wrong:
+            raise HeadError(
+                f"layer ids must lie between 0 (embeddings) and {last} (after the last layer) for this target, found "
+                f"{', '.join(map(str, wrong))}; change head.layer_ids"
+            )
+        if list(self.layer_ids) != sorted(set(self.layer_ids)):
+            raise HeadError(
+                f"layer ids must be ascending and distinct, because serving engines concatenate them in ascending "
+                f"order, found {list(self.layer_ids)}; change head.layer_ids"
+            )
+        if not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise HeadError(
+                f"the draft vocabulary must hold between 1 and the target's {self.vocab_size} tokens, found "
+                f"{self.draft_vocab_size}; change head.draft_vocab_size"
+            )
+
+    @classmethod
+    @abstractmethod
+    def derive(cls, target: TargetFacts, settings: Mapping[str, Any]) -> Self:
+        """The config for a target: `settings` (a recipe's `head` section) win over what the target implies."""
+
+    @abstractmethod
+    def serving_config(self) -> dict[str, Any]:
+        """The `config.json` other engines read."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, the inverse of `from_dict`."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        fields = {field.name for field in dataclasses.fields(cls)}
+        unknown, missing = sorted(set(values) - fields), sorted(fields - set(values))
+        if unknown or missing:
+            raise HeadError(
+                f"{cls.__name__} takes exactly its own fields; unknown {unknown}, missing {missing}: the head was "
+                f"written by another version, train it again or use that version"
+            )
+        values = {**values, "target": TargetFacts(**values["target"]), "layer_ids": tuple(values["layer_ids"])}
+        return cls(**values)
+
+
+class DraftRows(NamedTuple):
+    """One call's input: what each row embeds, is conditioned on, and where it stands."""
+
+    token_embeds: Tensor  # [..., hidden]
+    states: Tensor  # [..., hidden]; combined aux states at the first step, the head's own feedback afterwards
+    positions: Tensor  # [...] int64; the position of the state, not of the token beside it
+
+
+class DraftOutput(NamedTuple):
+    """One call's output."""
+
+    logits_states: Tensor  # [..., hidden]; goes into `logits`
+    feedback: Tensor  # [..., hidden]; the next step's `states`
+
+
+class DraftHead(nn.Module):
+    """A draft network. Parameters are NaN until `initialise` or a strict load fills them."""
+
+    config: HeadConfig
+
+    def initialise(self, target: TargetTensors, generator: torch.Generator) -> None:
+        """Fills every parameter for training from scratch; the same generator gives the same weights."""
+        raise NotImplementedError
+
+    def embed(self, token_ids: Tensor, target: TargetTensors) -> Tensor:
+        """Token embeddings [..., hidden] of target ids [...]."""
+        raise NotImplementedError
+
+    def combine(self, aux_states: Tensor) -> Tensor:
+        """Aux states [..., num_layer_ids, target_hidden] to the first step's states [..., hidden]."""
+        raise NotImplementedError
+
+    def output_weight(self, target: TargetTensors) -> Tensor:
+        """The matrix [draft_vocab, hidden] that turns `logits_states` into draft logits."""
+        raise NotImplementedError
+
+    def draft_to_target(self) -> Tensor | None:
+        """Target ids [draft_vocab] int64 of the draft ids; None where the vocabularies are one."""
+        return None
+
+    def logits(self, logits_states: Tensor, target: TargetTensors) -> Tensor:
+        """Draft logits [..., draft_vocab] float32."""
+        return nn.functional.linear(logits_states, self.output_weight(target).to(logits_states.dtype)).float()
+
+    def assert_filled(self) -> None:
+        """Raises HeadError if a parameter still holds the NaN it was created with."""
+        empty = [name for name, p in self.named_parameters() if not torch.isfinite(p).all()]
+        if empty:
+            raise HeadError(f"every parameter must be finite, found NaN or infinity in {', '.join(empty)}")
+
+
+def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
+    """EAGLE-3's ids 2, L//2, L-3, made distinct, ascending and smaller than L for shallow targets.
+
+    A target of fewer than three layers has fewer than three ids below L to give and is refused.
+    """
+    if num_layers < 3:
+        raise HeadError(
+            f"the default of three aux layers needs a target of at least 3 layers, found {num_layers}; set "
+            f"head.layer_ids (or --layers) by hand"
+        )
+    low, high = min(2, num_layers - 3), max(num_layers - 3, min(2, num_layers - 3) + 2)
+    middle = min(max(num_layers // 2, low + 1), high - 1)
+    return low, middle, high
