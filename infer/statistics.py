@@ -26,6 +26,7 @@ class EngineStatistics:
     accepted_tokens: int = 0
     accepted_kept: int = 0
     drafted_per_position: list[int] = field(default_factory=list)
+    reached_per_position: list[int] = field(default_factory=list)  # drafted, and all before it accepted
     accepted_per_position: list[int] = field(default_factory=list)
     output_tokens: int = 0
     request_forwards: int = 0  # (request, step) pairs that sampled
@@ -51,11 +52,11 @@ class EngineStatistics:
         self.draft_tokens += drafted
         self.accepted_tokens += accepted
         self.accepted_kept += min(accepted, emitted)
-        missing = drafted - len(self.drafted_per_position)
-        self.drafted_per_position += [0] * missing
-        self.accepted_per_position += [0] * missing
+        for counts in (self.drafted_per_position, self.reached_per_position, self.accepted_per_position):
+            counts += [0] * (drafted - len(counts))
         for position in range(drafted):
             self.drafted_per_position[position] += 1
+            self.reached_per_position[position] += position <= accepted
             self.accepted_per_position[position] += position < accepted
 
     def count_step(self, kind: StepKind, *, target_seconds: float, draft_seconds: float = 0.0) -> None:
@@ -102,8 +103,8 @@ class EngineStatistics:
         """Accepted at i over drafts that were offered position i with every earlier token accepted; None: never."""
         if not self.num_drafts:
             return None
-        reached = [self.drafted_per_position[0], *self.accepted_per_position[:-1]]
-        return [a / r if r else None for a, r in zip(self.accepted_per_position, reached, strict=True)]
+        pairs = zip(self.accepted_per_position, self.reached_per_position, strict=True)
+        return [accepted / reached if reached else None for accepted, reached in pairs]
 
     @property
     def draft_ms(self) -> float | None:
