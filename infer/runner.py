@@ -33,10 +33,8 @@ class StepResult(NamedTuple):
 class Runner:
     """Builds packed batches and calls target, verifier and proposer."""
 
-    def __init__(
-        self, target: Target, proposer: Proposer, planes: Planes, pool: BlockPool, num_draft_tokens: int
-    ) -> None:
-        self.target, self.proposer, self.planes, self.pool = target, proposer, planes, pool
+    def __init__(self, target: Target, proposer: Proposer, pool: BlockPool, num_draft_tokens: int) -> None:
+        self.target, self.proposer, self.pool = target, proposer, pool
         self.num_draft_tokens = num_draft_tokens
 
     def run_target(self, scheduled: Sequence[ScheduledRequest]) -> StepResult:
