@@ -1,8 +1,8 @@
 """Tiny random target models shared by the tests: `from spectrain.tests.models import rand_llama`.
 
-Each is built on CPU from its seed without touching the global generator. Projections are N(0, 0.25), far larger than at
-a real start, so that a mistake in attention shows in the logits; norm weights are drawn from 0.1..2.1, so that a norm left
-out or applied twice shows too.
+Each is built on CPU from its seed without touching the global generator. Projections have a standard deviation of 0.25,
+far more than at a real start, so that a mistake in attention shows in the logits; norm weights are drawn from 0.1..2.1,
+so that a norm left out or applied twice shows too.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 COMMON = {
@@ -52,10 +52,10 @@ def randomise(model: nn.Module, seed: int, std: float = 0.25) -> None:
 
 
 def build(family: str, *, seed: int = 0, std: float = 0.25, head: float = 1.0, **config: Any) -> PreTrainedModel:
-    """`family` as in transformers' class names: "Llama" builds LlamaConfig and LlamaForCausalLM, float32, in eval mode."""
+    """`family` as in transformers' class names: "Llama" builds a LlamaConfig and its causal LM, float32, in eval mode."""
     config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
     with own_generator(seed):
-        model = getattr(transformers, f"{family}ForCausalLM")(config_class(**config))
+        model = AutoModelForCausalLM.from_config(config_class(**config), dtype=torch.float32)
     randomise(model, seed, std)
     if head != 1.0:
         model.get_output_embeddings().weight.data.mul_(head)
@@ -63,8 +63,9 @@ def build(family: str, *, seed: int = 0, std: float = 0.25, head: float = 1.0, *
 
 
 def rand_llama(num_layers: int = 6, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """RAND: Llama, 97 ids, hidden 32, 6 layers, 4 heads over 2, 64 positions; the head is 5 times larger, so that greedy
-    choices have clear winners. Any depth gives SHALLOW, `tie_word_embeddings=True` with 2 layers TIED.
+    """RAND: Llama, 97 ids, hidden 32, 6 layers, 4 heads over 2, 64 positions; a 5 times larger head gives clear winners.
+
+    Any depth gives SHALLOW, `tie_word_embeddings=True` with 2 layers TIED.
     """
     head = 1.0 if changes.get("tie_word_embeddings") else 5.0
     return build("Llama", seed=seed, head=head, **{**COMMON, "num_hidden_layers": num_layers, **changes})
