@@ -52,7 +52,7 @@ def randomise(model: nn.Module, seed: int, std: float = 0.25) -> None:
 
 
 def build(family: str, *, seed: int = 0, std: float = 0.25, head: float = 1.0, **config: Any) -> PreTrainedModel:
-    """`family` as in transformers' class names: "Llama" builds a LlamaConfig and its causal LM, float32, in eval mode."""
+    """`family` as in transformers' class names: "Llama" builds a Llama, float32, in eval mode."""
     config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
     with own_generator(seed):
         model = AutoModelForCausalLM.from_config(config_class(**config), dtype=torch.float32)
@@ -63,7 +63,7 @@ def build(family: str, *, seed: int = 0, std: float = 0.25, head: float = 1.0, *
 
 
 def rand_llama(num_layers: int = 6, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """RAND: Llama, 97 ids, hidden 32, 6 layers, 4 heads over 2, 64 positions; a 5 times larger head gives clear winners.
+    """RAND: Llama, 97 ids, hidden 32, 6 layers, 4 heads over 2, 64 positions; a head 5 times larger for clear winners.
 
     Any depth gives SHALLOW, `tie_word_embeddings=True` with 2 layers TIED.
     """
