@@ -25,13 +25,13 @@ def load_model(model: str | Path, dtype: torch.dtype, revision: str | None, trus
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise TargetError(
-            f"{source} (model type {config.model_type!r}) cannot be loaded as a causal language model: {_first_line(error)}"
+            f"{source} (model type {config.model_type!r}) is no causal language model that loads: {_first_line(error)}"
         ) from error
     incomplete = sorted([*report["missing_keys"], *[key[0] for key in report["mismatched_keys"]]])
     if incomplete:
         raise TargetError(
-            f"{source} must hold every tensor of {type(loaded).__name__}, found {len(incomplete)} missing or mis-shaped "
-            f"(first: {incomplete[0]}); fetch the model again"
+            f"{source} must hold every tensor of {type(loaded).__name__}, found {len(incomplete)} missing or "
+            f"mis-shaped (first: {incomplete[0]}); fetch the model again"
         )
     return loaded
 
@@ -53,8 +53,8 @@ def facts_of(model: PreTrainedModel) -> TargetFacts:
         return TargetFacts.from_config(model.config)
     except AttributeError as error:
         raise TargetError(
-            f"{type(model).__name__} is refused: its config lacks a fact of every decoder ({_first_line(error)}); use a "
-            f"target of another family"
+            f"{type(model).__name__} is refused: its config lacks a fact of every decoder ({_first_line(error)}); use "
+            f"a target of another family"
         ) from error
 
 
@@ -72,8 +72,8 @@ def context_length(model: PreTrainedModel, facts: TargetFacts, asked: int | None
         return limit
     if not 1 <= asked <= limit:
         raise TargetError(
-            f"the longest request must lie between 1 and the {limit} positions {type(model).__name__} was made for, found "
-            f"{asked}; change --max-length"
+            f"the longest request must lie between 1 and the {limit} positions {type(model).__name__} was made for, "
+            f"found {asked}; change --max-length"
         )
     return asked
 

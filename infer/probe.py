@@ -137,8 +137,8 @@ def _check_counts(name: str, num_layers: int, counts: dict[int, int], total: int
     repeated = sorted(layer for layer, count in counts.items() if count > 1)
     if repeated:
         raise TargetError(
-            f"{name} is refused: layer {repeated[0]} calls attention {counts[repeated[0]]} times a step where exactly one "
-            f"call is expected (looped or differential attention); use a target of another family"
+            f"{name} is refused: layer {repeated[0]} calls attention {counts[repeated[0]]} times a step where exactly "
+            f"one call is expected (looped or differential attention); use a target of another family"
         )
     missing = [layer for layer in range(num_layers) if not counts[layer]]
     if missing:
@@ -159,8 +159,8 @@ def _layer(name: str, layer: int, path: str, module: nn.Module, call: AttentionC
     unknown = sorted(set(call.keywords) - PASSIVE_KEYWORDS - HONOURED_KEYWORDS)
     if unknown:
         raise TargetError(
-            f"{name} is refused: layer {layer} hands its attention {', '.join(unknown)}, which paged attention does not "
-            f"honour; use a target of another family"
+            f"{name} is refused: layer {layer} hands its attention {', '.join(unknown)}, which paged attention does "
+            f"not honour; use a target of another family"
         )
     if call.keywords.get("is_causal") is False:
         raise TargetError(f"{name} is refused: layer {layer} is not causal; use a causal language model")
@@ -176,8 +176,8 @@ def _layer(name: str, layer: int, path: str, module: nn.Module, call: AttentionC
         window, chunk = given, 0
     else:
         raise TargetError(
-            f"{name} is refused: layer {layer} builds its own mask ({type(call.pattern).__name__}), which paged attention "
-            f"does not honour; use a target of another family"
+            f"{name} is refused: layer {layer} builds its own mask ({type(call.pattern).__name__}), which paged "
+            f"attention does not honour; use a target of another family"
         )
     return AttentionLayer(module, path, call.kv_heads, call.width_k, call.width_v, call.dtype, window, chunk)
 
@@ -203,7 +203,7 @@ def mask_shape(prefix: str, pattern: MaskPattern, max_length: int) -> tuple[int,
         for key in {k for k in (first - 1, first, query - 1, query, query + 1, 0) if k >= 0}:
             if pattern.sees(query, key) != (first <= key <= query):
                 raise TargetError(
-                    f"{prefix} has a mask that is neither causal, windowed nor chunked (query {query}, key {key}), which "
-                    f"paged attention does not honour; use a target of another family"
+                    f"{prefix} has a mask that is neither causal, windowed nor chunked (query {query}, key {key}), "
+                    f"which paged attention does not honour; use a target of another family"
                 )
     return window, chunk

@@ -9,15 +9,17 @@ import torch
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+ORIGINAL_TYPE = "spectrain_rope_type"
+
 
 def pin_rope(model: nn.Module, max_length: int) -> list[str]:
     """Fixes long and dynamic rotary frequencies in place as for a request of `max_length` tokens.
 
-    Returns the paths of the modules that were changed.
+    Returns the paths of the modules that were changed. May be called again with another length.
     """
     pinned = []
     for path, module in model.named_modules():
-        rope_type = getattr(module, "rope_type", None)
+        rope_type = getattr(module, ORIGINAL_TYPE, getattr(module, "rope_type", None))
         if isinstance(rope_type, str) and _depends_on_length(rope_type):
             _pin(module, rope_type, None, max_length)
             module.rope_type = "default"
@@ -28,6 +30,7 @@ def pin_rope(model: nn.Module, max_length: int) -> list[str]:
             module.rope_type = {k: "default" if _depends_on_length(v) else v for k, v in rope_type.items()}
         else:
             continue
+        setattr(module, ORIGINAL_TYPE, rope_type)
         pinned.append(path)
     return pinned
 

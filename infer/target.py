@@ -1,7 +1,7 @@
 """The target: a transformers model run on one packed row of tokens from many requests, on our own paged cache.
 
-The only code of the project that runs the target model; extraction and the engine both call it. It holds no scheduler, no
-sampling and no transformers cache.
+The only code of the project that runs the target model; extraction and the engine both call it. It holds no scheduler,
+no sampling and no transformers cache.
 """
 
 from collections.abc import Iterable
@@ -109,8 +109,8 @@ class Target:
         wrong = [i for i in ids if not 0 <= i <= self.num_layers]
         if wrong:
             raise TargetError(
-                f"layer ids must lie between 0 (embeddings) and {self.num_layers} (after the last layer) for {self.name}, "
-                f"found {', '.join(map(str, wrong))}; change the asked layers"
+                f"layer ids must lie between 0 (embeddings) and {self.num_layers} (after the last layer) for "
+                f"{self.name}, found {', '.join(map(str, wrong))}; change the asked layers"
             )
         if ids and self._streams is not None:
             raise TargetError(
@@ -190,8 +190,8 @@ class Target:
     def _trace_tensors(self, trace: Trace, document: Tensor) -> TargetTensors | TargetError:
         if self._streams is not None:
             return TargetError(
-                f"{self.name} is refused for draft heads: it keeps several residual streams ({self._streams}), expected "
-                f"[1, tokens, {self.hidden_size}]; use another target"
+                f"{self.name} is refused for draft heads: it keeps several residual streams ({self._streams}), "
+                f"expected [1, tokens, {self.hidden_size}]; use another target"
             )
         try:
             return trace_tensors(self.model, trace, document, self.hidden_size)
