@@ -166,7 +166,7 @@ def _race(score, noise, offset, inside):
 
 @triton.jit
 def _block_stats_kernel(logits, block_max, block_sum, block_argmax, row_stride, V, num_blocks, BLOCK: tl.constexpr):
-    """Max, argmax and sum of exp(l - max) of each block of each row; the max is NaN if any logit is."""
+    """Max, argmax and sum of exp(l - max) of each block of each row; a NaN makes the max +inf: a bad row."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(logits + row * row_stride + token, mask=token < V, other=float("-inf"))
@@ -174,7 +174,7 @@ def _block_stats_kernel(logits, block_max, block_sum, block_argmax, row_stride, 
     largest = tl.max(values, 0)
     base = tl.where(largest == float("-inf"), 0.0, largest)
     out = row * num_blocks + block
-    tl.store(block_max + out, tl.where(has_nan, float("nan"), largest))
+    tl.store(block_max + out, tl.where(has_nan, float("inf"), largest))
     tl.store(block_sum + out, tl.sum(tl.exp(values - base), 0))
     tl.store(block_argmax + out, (block * BLOCK + tl.argmax(values, 0)).to(tl.int64))
 
@@ -206,8 +206,7 @@ def _rejection_kernel(
         maxima = tl.load(block_max + row * num_blocks + blocks, mask=blocks < num_blocks, other=float("-inf"))
         sums = tl.load(block_sum + row * num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
         largest = tl.max(maxima, 0)
-        has_nan = tl.sum((maxima != maxima).to(tl.int32), 0) > 0
-        bad = has_nan | (largest == float("-inf")) | (largest == float("inf"))
+        bad = (largest == float("-inf")) | (largest == float("inf"))
         lse = largest + tl.log(tl.sum(sums * tl.exp(maxima - largest), 0))
         top = tl.load(block_argmax + row * num_blocks + tl.argmax(maxima, 0))
 
@@ -232,9 +231,10 @@ def _rejection_kernel(
     steps = tl.arange(0, STEPS)
     kept = tl.load(drafts + request * K + steps, mask=steps < last, other=-1)
     emitted = tl.where(steps == last, top, kept)
-    emitted = tl.where((steps > last) | bad, -1, emitted)
+    num_kept = tl.where(bad, 0, last + 1)
+    emitted = tl.where(steps < num_kept, emitted, -1)
     tl.store(token_ids + request * (K + 1) + steps, emitted, mask=steps <= K)
-    tl.store(num_emitted + request, tl.where(bad, 0, last + 1).to(tl.int32))
+    tl.store(num_emitted + request, num_kept.to(tl.int32))
     tl.store(failed + request, bad)
     tl.store(accepted + request, last.to(tl.int32))
     tl.store(lse_out + request, lse)
@@ -270,8 +270,9 @@ def _resample_kernel(
         column = token.to(tl.int64)
         if columns is not None:
             column = tl.load(columns + token, mask=inside, other=-1).to(tl.int64)
-        known = inside & (column >= 0) & (rejected >= 0)
-        log_q = tl.load(law + (request * K + step) * law_width + column, mask=known, other=float("-inf"))
+        column = tl.where(rejected >= 0, column, -1)
+        law_row = law + (request * K + step) * law_width
+        log_q = tl.load(law_row + column, mask=inside & (column >= 0), other=float("-inf"))
         left = tl.exp(score - tl.load(lse + request)) - tl.exp(log_q)
         score = tl.where(left > 0, tl.log(tl.where(left > 0, left, 1.0)), float("-inf"))
     else:
