@@ -81,7 +81,7 @@ def context_length(model: PreTrainedModel, facts: TargetFacts, asked: int | None
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     """Every id that ends an output: those of the generation config, the config and its text part."""
     found: set[int] = set()
-    for config in (model.generation_config, model.config, model.config.get_text_config()):
+    for config in (getattr(model, "generation_config", None), model.config, model.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None)
         found.update([] if ids is None else [ids] if isinstance(ids, int) else ids)
     return frozenset(found)
