@@ -36,7 +36,7 @@ def noise_keys(seeds: Tensor, positions: Tensor, stream: Stream | int) -> Tensor
 
 
 def uniforms(keys: Tensor, tokens: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uniforms in (0, 1) of keys and token ids int64, broadcast together; small values keep their relative precision."""
+    """Uniforms in (0, 1) of keys and token ids int64, broadcast together; small ones keep their relative precision."""
     bits = _mix_(keys + (tokens + 1) * _signed(GOLDEN))
     bits >>= 11
     bits &= (1 << 53) - 1

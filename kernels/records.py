@@ -23,16 +23,15 @@ class RejectionInputs(NamedTuple):
     positions: Tensor  # [batch] int64; index in the sequence of the first token this step emits; keys the noise
     temperature: Tensor  # [batch] float32; 0 = greedy
     seeds: Tensor  # [batch] int64
-    draft_log_probs: Tensor | None = (
-        None  # [batch, k, draft_vocab] float32; the normalised law of each draft; None = point mass
-    )
-    token_map: Tensor | None = None  # [draft_vocab] int64, ascending target ids of the law's columns; None = identity
+    # The normalised law of each draft, [batch, k, draft_vocab] float32; None = point mass.
+    draft_log_probs: Tensor | None = None
+    token_map: Tensor | None = None  # [draft_vocab] int64; ascending target ids of its columns; None = identity
 
     def check_shapes(self) -> None:
-        """Raises ValueError when the shapes do not belong together (values are not read, so nothing waits for a GPU)."""
+        """Raises ValueError when the shapes do not belong together; reads no values, so nothing waits for a GPU."""
         batch, k = self.draft_token_ids.shape
         vocab = self.target_logits.shape[1]
-        expected = {
+        expected: dict[str, tuple[Tensor, tuple[int, ...]]] = {
             "cu_rows": (self.cu_rows, (batch + 1,)),
             "positions": (self.positions, (batch,)),
             "temperature": (self.temperature, (batch,)),

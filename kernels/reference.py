@@ -215,7 +215,7 @@ def _visible(positions: Tensor, num_keys: int, window: int, chunk: int) -> Tenso
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """Dense attention of q [group, q_heads, queries, width_k]; the query heads of one key head become more rows of it."""
+    """Dense attention of q [group, q_heads, queries, width_k]; query heads that share a key head become its rows."""
     group, q_heads, num_queries, width = q.shape
     kv_heads = k.shape[1]
     per_key = q_heads // kv_heads
