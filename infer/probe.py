@@ -87,7 +87,7 @@ def probe_attention(
 def _record_calls(model: PreTrainedModel, token_ids: Tensor) -> list[tuple[str, nn.Module, AttentionCall]]:
     AttentionInterface.register(PROBE, _probe_attention_forward)
     AttentionMaskInterface.register(PROBE, _probe_mask)
-    before = model.config._attn_implementation
+    before = model.config._attn_implementation or "eager"
     model.set_attn_implementation(PROBE)
     positions = torch.arange(len(token_ids), device=token_ids.device)
     try:
@@ -101,7 +101,7 @@ def _record_calls(model: PreTrainedModel, token_ids: Tensor) -> list[tuple[str, 
         ) from error
     finally:
         model.set_attn_implementation(before)
-        recorded = [
+        recorded: list[tuple[str, nn.Module, AttentionCall]] = [
             (path, module, call) for path, module in model.named_modules() for call in module.__dict__.pop(CALLS, ())
         ]
     return recorded

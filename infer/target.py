@@ -74,10 +74,10 @@ class Target:
         trust_remote_code: bool = False,
     ) -> Self:
         """Loads and probes a local folder or a hub id; raises TargetError with one line for what cannot be used."""
-        loaded = loading.load_model(model, dtype, revision, trust_remote_code)
+        loaded = loading.load_model(model, torch.device(device), dtype, revision, trust_remote_code)
         tokenizer = loading.load_tokenizer(model, revision, trust_remote_code)
-        name = Path(model).name if Path(model).is_dir() else str(model)
-        return cls(loaded.to(torch.device(device)), tokenizer, name=name, max_length=max_length)
+        name = Path(model).resolve().name if Path(model).is_dir() else str(model)
+        return cls(loaded, tokenizer, name=name, max_length=max_length)
 
     @classmethod
     def from_model(
