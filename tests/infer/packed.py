@@ -1,7 +1,7 @@
 """A packed scenario over paged planes, and each request alone as its oracle.
 
-Five steps and four-token blocks: prompts cut in pieces; prompt, decode and verification rows in one batch; rejected rows
-overwritten later; requests changing places; block tables in no order.
+Five steps and four-token blocks: prompts cut in pieces; prompt, decode and verification rows in one batch; rejected
+rows overwritten later; requests changing places; block tables in no order.
 """
 
 import copy
