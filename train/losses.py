@@ -99,7 +99,7 @@ def soft_linear_loss(
     with torch.autocast(rows.states.device.type, enabled=False):
         if settings.loss == "lk_lambda":
             alphas = _run(call, weight.detach(), want_states=False, want_weight=False).alphas
-            call = dataclasses.replace(call, kl_shares=_kl_shares(alphas, call.rows.terms, settings.lk_eta))
+            call = dataclasses.replace(call, kl_shares=_kl_shares(alphas, call.rows, settings.lk_eta))
         total, *per_row = cast(tuple[Tensor, ...], _FusedLoss.apply(rows.states, weight, call))
     return RowLosses(total, *(torch.empty_like(x).scatter_(0, order, x) for x in per_row))
 
@@ -238,11 +238,11 @@ def _q_is_smaller(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (1 - torch.sign(log_q - log_p)) / 2
 
 
-def _kl_shares(alphas: Tensor, terms: Tensor, eta: float) -> Tensor:
-    num_terms = int(terms.max()) + 1 if len(terms) else 0
-    sums = alphas.new_zeros(num_terms).index_add_(0, terms, alphas)
-    counts = alphas.new_zeros(num_terms).index_add_(0, terms, torch.ones_like(alphas))
-    return torch.exp(-eta * (sums / counts.clamp(min=1))[terms])
+def _kl_shares(alphas: Tensor, rows: LossRows, eta: float) -> Tensor:
+    weights = rows.weights.to(alphas.dtype)
+    sums = torch.bincount(rows.terms, weights * alphas)
+    totals = torch.bincount(rows.terms, weights)
+    return torch.exp(-eta * (sums / totals)[rows.terms]).to(alphas.dtype)
 
 
 def _product_dtype(states: Tensor) -> torch.dtype:
