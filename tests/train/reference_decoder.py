@@ -1,4 +1,4 @@
-"""An EAGLE-3 drafter written from the paper and the checkpoint's tensor names: one row at a time, over a growing cache."""
+"""An EAGLE-3 drafter written from the paper and the checkpoint's tensor names: one row at a time, a growing cache."""
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ def teacher_forced(head: Eagle3Head, target: TargetTensors, token_ids: Tensor, a
 def accepted_drafts(
     head: Eagle3Head, target: TargetTensors, token_ids: Tensor, aux: Tensor, row: int, num_drafts: int
 ) -> int:
-    """Greedy drafts from `row` that equal the text, up to the first miss; the text is the target's own greedy output."""
+    """Greedy drafts from `row` that equal the text, up to the first miss; the text is the target's own output."""
     decoder = ReferenceDecoder(head, target)
     for t in range(row + 1):
         logits, state = decoder.row(int(token_ids[t + 1]), decoder.true_state(aux[t]), t)

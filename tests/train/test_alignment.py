@@ -17,9 +17,7 @@ def batch_of(masks: list[list[str]]) -> TrainBatch:
         for text in row:
             n = len(text)
             mask = torch.tensor([c == "1" for c in text])
-            documents.append(
-                Document(torch.arange(start, start + n), mask, torch.zeros(n, 3, 16), torch.zeros(n, 16))
-            )
+            documents.append(Document(torch.arange(start, start + n), mask, torch.zeros(n, 3, 16), torch.zeros(n, 16)))
             start += n
         rows.append(documents)
     return pack(rows, random_target(64, 16), 1)

@@ -155,13 +155,17 @@ def test_each_row_depends_on_exactly_what_the_drafter_knows(num_layers: int):
     batch = pack([documents], target, steps, seq=13)
     aux = batch.aux_states.requires_grad_()
     embeds = target.embed_tokens.requires_grad_()
-    logits = unrolled_logits(head, target, batch._replace(aux_states=aux), Eagle3Objective(config, Eagle3Settings(steps=steps)))
+    logits = unrolled_logits(
+        head, target, batch._replace(aux_states=aux), Eagle3Objective(config, Eagle3Settings(steps=steps))
+    )
     probe = torch.randn(logits.shape[-1], generator=generator)
     start = 0
     for n in lengths:
         for k in range(steps):
             for t in range(n - 1 - k):
-                by_state, by_token = torch.autograd.grad(logits[k, 0, start + t] @ probe, [aux, embeds], retain_graph=True)
+                by_state, by_token = torch.autograd.grad(
+                    logits[k, 0, start + t] @ probe, [aux, embeds], retain_graph=True
+                )
                 states = by_state[0].abs().sum((-1, -2)).nonzero().squeeze(1).tolist()
                 tokens = by_token.abs().sum(-1).nonzero().squeeze(1).tolist()
                 assert states == list(range(start, start + t + 1))
@@ -170,7 +174,7 @@ def test_each_row_depends_on_exactly_what_the_drafter_knows(num_layers: int):
 
 
 def test_only_the_table_of_counted_rows_can_change_the_loss():
-    """Mask 00111011 counts (1,0) (2,0) (5,0) (1,1): x_0, x_7, aux rows 6 and 7, and final rows 0 1 4 5 7 play no part."""
+    """Mask 00111011 counts (1,0) (2,0) (5,0) (1,1): x_0, x_7, aux rows 6, 7 and final rows 0 1 4 5 7 play no part."""
     config, target = tiny_config(), random_target(16, 16)
     head = make_head(config, target)
     generator = torch.Generator().manual_seed(3)

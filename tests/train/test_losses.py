@@ -220,7 +220,9 @@ def test_each_objective_reaches_its_own_optimum(start: int, by_kl: float, by_tv:
     laws = torch.cat([grid, 1 - grid.sum(1, keepdim=True)], dim=1)
     laws = laws[laws[:, 2] > 0]
     best = (torch.minimum(laws[:, None], MK).sum(-1).log() @ weights).max()
-    assert -float(fit_table(weights, MK, LossSettings(loss="lk_alpha")).total.detach()) == pytest.approx(float(best), abs=2e-3)
+    assert -float(fit_table(weights, MK, LossSettings(loss="lk_alpha")).total.detach()) == pytest.approx(
+        float(best), abs=2e-3
+    )
 
 
 def test_reduced_vocabulary_caps_acceptance_and_moves_the_floor():

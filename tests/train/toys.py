@@ -1,4 +1,4 @@
-"""Toy targets with closed-form laws, tiny heads and hand-packed batches: `from spectrain.tests.train.toys import ...`."""
+"""Toy targets of known law, tiny heads, hand-packed batches: `from spectrain.tests.train.toys import ...`."""
 
 from typing import NamedTuple
 
