@@ -1,8 +1,8 @@
 """Attention of an unrolled draft head: causal over true states, and over a row's own earlier draft steps.
 
 At step j row t sees the step-0 keys of its document up to t, and its own keys of steps 1..j: what the drafter has in
-its cache when it drafts token j from row t. The first part is ordinary causal attention; the second adds j columns to its
-softmax, which needs only the first part's log-sum-exp. So neither backend ever builds keys for all steps side by side.
+its cache when it drafts token j from row t. The first part is ordinary causal attention; the second adds j columns to
+its softmax, which needs only the first part's log-sum-exp. So no backend builds the keys of all steps side by side.
 """
 
 from collections.abc import Callable

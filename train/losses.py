@@ -136,13 +136,17 @@ class _FusedLoss(torch.autograd.Function):
         return (call.rows.weights.to(results.losses.dtype) @ results.losses, *per_row)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, total_grad: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        scaled = [
-            None if grad is None else (grad * total_grad).to(dtype)
-            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        ]
-        return scaled[0], scaled[1], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        states_grad, weight_grad = _scaled_grads(ctx, grads[0])
+        return states_grad, weight_grad, None
+
+
+@once_differentiable
+def _scaled_grads(ctx: Any, total_grad: Tensor) -> tuple[Tensor | None, ...]:
+    return tuple(
+        None if grad is None else (grad * total_grad).to(dtype)
+        for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+    )
 
 
 def _run(call: _Call, weight: Tensor, want_states: bool, want_weight: bool) -> _Results:
