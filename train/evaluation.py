@@ -60,7 +60,7 @@ class Validator:
 
 
 class EvaluationLog:
-    """All evaluations of a run; the best is the first of the highest finite acceptance length."""
+    """All evaluations of a run; the best has the highest finite acceptance length, then the lowest loss."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -90,7 +90,7 @@ class EvaluationLog:
     @property
     def best(self) -> Evaluation | None:
         finite = [e for e in self.entries if _finite(e)]
-        return max(finite, key=lambda e: (e.acceptance_length, -e.step)) if finite else None
+        return max(finite, key=lambda e: (e.acceptance_length, -e.loss)) if finite else None
 
     def since_best(self) -> int:
         """Evaluations made after the best one."""

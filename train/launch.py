@@ -41,7 +41,7 @@ def start(device: str) -> Accelerator:
         raise LaunchError("--device cuda needs a CUDA device, found none; use --device cpu")
     on_cpu = device == "cpu" or not torch.cuda.is_available()
     handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False)]
-    if on_cpu:
+    if on_cpu and _announced() > 1:
         handlers.append(InitProcessGroupKwargs(backend="gloo"))
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=handlers)
     _check(accelerator, on_cpu)
@@ -80,7 +80,7 @@ def run_on_main(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
 
 
 def _check(accelerator: Accelerator, on_cpu: bool) -> None:
-    announced = int(os.environ.get("WORLD_SIZE", "1"))
+    announced = _announced()
     if accelerator.num_processes != announced:
         raise LaunchError(
             f"the launcher announced {announced} processes (WORLD_SIZE) but {accelerator.num_processes} run together; "
@@ -107,3 +107,7 @@ def _check(accelerator: Accelerator, on_cpu: bool) -> None:
             raise LaunchError(
                 f"DeepSpeed ZeRO stages 0 to 2 are supported, found {stage}; a draft head fits one device"
             )
+
+
+def _announced() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))

@@ -39,6 +39,10 @@ class Listener(Protocol):
         """One log step or evaluation."""
         ...
 
+    def finished(self, report: "FitReport") -> None:
+        """The head folder is written."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class FitRequest:
@@ -100,7 +104,9 @@ def fit(request: FitRequest, listener: Listener) -> FitReport:
     best = result.best.step if result.best is not None else result.step
     covered = coverage(head, shards)
     launch.run_on_main(accelerator, lambda: _export(request, assembly, shards, checkpoints.path(best), result, covered))
-    return FitReport(request.out, result, best, covered)
+    report = FitReport(request.out, result, best, covered)
+    speaker.finished(report)
+    return report
 
 
 class _Silent:
@@ -108,6 +114,9 @@ class _Silent:
         """Says nothing: another process speaks."""
 
     def progress(self, progress: Progress) -> None:
+        """Says nothing."""
+
+    def finished(self, report: "FitReport") -> None:
         """Says nothing."""
 
 
