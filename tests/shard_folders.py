@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
 from spectrain.extract.shards import (
     Document,
     Manifest,
@@ -18,8 +21,6 @@ from spectrain.extract.shards import (
 )
 from spectrain.heads.target_tensors import FinalNorm, TargetTensors
 from spectrain.tests.models import rand_llama
-from torch import Tensor
-from transformers import PreTrainedModel
 
 LAYERS = (1, 2, 3, 4)
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import (
-    DistributedDataParallelKwargs,
     DistributedType,
     InitProcessGroupKwargs,
     broadcast_object_list,
@@ -40,10 +39,13 @@ def start(device: str) -> Accelerator:
     if device == "cuda" and not torch.cuda.is_available():
         raise LaunchError("--device cuda needs a CUDA device, found none; use --device cpu")
     on_cpu = device == "cpu" or not torch.cuda.is_available()
-    handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False)]
+    handlers: list[Any] = []
     if on_cpu and _announced() > 1:
         handlers.append(InitProcessGroupKwargs(backend="gloo"))
-    accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=handlers)
+    # asked for the CPU by name, accelerate drops DeepSpeed without a word; left alone, DeepSpeed finds the CPU itself
+    accelerator = Accelerator(
+        cpu=on_cpu and not _asked_for("DEEPSPEED"), mixed_precision="no", kwargs_handlers=handlers
+    )
     _check(accelerator, on_cpu)
     return accelerator
 
@@ -91,6 +93,12 @@ def _check(accelerator: Accelerator, on_cpu: bool) -> None:
             f"fit runs alone, under DDP or under DeepSpeed ZeRO-2, found {accelerator.distributed_type.value}; use "
             f"recipes/accelerate/ddp.yaml or zero2.yaml"
         )
+    for name in ("DEEPSPEED", "FSDP"):
+        if _asked_for(name) and accelerator.distributed_type.value != name:
+            raise LaunchError(
+                f"the launcher asked for {name} but {accelerator.distributed_type.value} runs; unset "
+                f"ACCELERATE_USE_CPU, which switches it off, or launch without {name}"
+            )
     if accelerator.num_processes > 1:
         initialised = torch.distributed.is_initialized()
         world = torch.distributed.get_world_size() if initialised else 1
@@ -111,3 +119,7 @@ def _check(accelerator: Accelerator, on_cpu: bool) -> None:
 
 def _announced() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _asked_for(name: str) -> bool:
+    return os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("1", "true", "yes")

@@ -7,11 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
-from spectrain.recipes.loader import load_recipe
-from spectrain.train.run import FitReport, FitRequest, fit
-from spectrain.train.trainer import Progress
 from torch import Tensor
+
+from spectrain.extract.shards import ShardSet
+from spectrain.recipes.loader import load_recipe
+from spectrain.train.assembly import assemble, new_head
+from spectrain.train.data import RowReader, StepPlan, TrainingRows
+from spectrain.train.launch import start
+from spectrain.train.run import FitReport, FitRequest, fit
+from spectrain.train.step import HeadWithObjective, Stepper
+from spectrain.train.trainer import Progress
 
 SMALL = (
     "head.layer_ids=[1,2,3]",
@@ -87,3 +94,28 @@ def environment() -> dict[str, str]:
 def weights(folder: Path) -> dict[str, Tensor]:
     """The tensors of one safetensors file."""
     return load_file(folder)
+
+
+def make_stepper(shards: ShardSet, *changes: str) -> tuple[Stepper, TrainingRows]:
+    """The stepper and rows `fit` would use, over all documents."""
+    assembly = assemble(load_recipe("eagle3", [*SMALL, *changes]), shards)
+    accelerator = start("cpu")
+    head = new_head(assembly, shards)
+    module = HeadWithObjective(head, assembly.objective, None)
+    stepper = Stepper(accelerator, module, shards.target_tensors(), assembly.optimizer, assembly.data.micro_batch_size)
+    reader = RowReader(shards, assembly.config.layer_ids, True, assembly.data.sequence_length)
+    everything = torch.arange(shards.num_documents)
+    rank, world = accelerator.process_index, accelerator.num_processes
+    return stepper, TrainingRows(reader, everything, assembly.data, rank, world)
+
+
+def gradients(shards: ShardSet, *changes: str) -> dict[str, Tensor]:
+    """Summed gradients of the first optimizer step, and its loss over all processes under `loss`."""
+    stepper, rows = make_stepper(shards, *changes)
+    stepper._update = lambda: torch.zeros(())
+    stream = rows.stream(0, 1)
+    plan = next(stream)
+    assert isinstance(plan, StepPlan)
+    result = stepper.run(plan, stream, 1e-3)
+    grads = {name: p.grad for name, p in stepper.module.head.named_parameters() if p.grad is not None}
+    return {**grads, "loss": stepper.sum(result.loss)}
