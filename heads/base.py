@@ -9,7 +9,8 @@ Glossary, used throughout the project:
     draft id        an index into the draft vocabulary; `draft_to_target` turns it into a target id
     num_tokens      rows of a packed batch;  batch, seq: a padded one
 
-A network holds no mask, no cache, no draft loop and no loss. Those belong to its callers: the trainer, the engine, a test.
+A network holds no mask, no cache, no draft loop and no loss. Those belong to its callers: the trainer, the engine,
+or a test.
 """
 
 import dataclasses

@@ -71,5 +71,5 @@ class Proposer(ABC):
         """Drafts at most min(num_draft_tokens, max_drafts[b]) tokens for each request."""
 
     @abstractmethod
-    def release(self, request_id: int) -> None:
-        """Forgets a request; called when it finishes or is preempted. Its blocks are freed right after."""
+    def release(self, request_id: int, *, finished: bool) -> None:
+        """Forgets a request that finished or was preempted. Its blocks are still its own and are freed right after."""

@@ -1,0 +1,111 @@
+"""The face: a table of commands. A command's module is imported when it runs, so `spectrain --help` answers at once."""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple, NoReturn
+
+import typer
+
+from . import __version__
+
+
+class Command(NamedTuple):
+    """Where a command lives, `module:attribute` below `commands`, and its line in the help."""
+
+    path: str
+    summary: str
+
+
+COMMANDS = {
+    "extract": Command("extract:extract", "Run the target over conversations and store its hidden states as shards."),
+    "fit": Command("fit:fit", "Train a draft head on shards."),
+    "eval": Command("eval:evaluate", "Measure a head: acceptance, speed-up, losslessness."),
+    "quickstart": Command("quickstart:quickstart", "The whole loop on a small real model, in minutes, on a CPU."),
+    "data": Command("data:app", "Make training conversations that the target itself wrote."),
+    "doctor": Command("doctor:doctor", "Show versions, devices and what is missing."),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs one command and exits: 0 done, 2 wrong input (one line on stderr), 130 interrupted.
+
+    Faults of our own keep their traceback.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        build_app(_invoked(arguments))(arguments, prog_name="spectrain")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, OSError) as error:
+        if not is_for_user(error):
+            raise
+        print("spectrain: error:", " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(2)
+    sys.exit(0)
+
+
+def build_app(invoked: str | None) -> typer.Typer:
+    """The application, with the invoked command's own options and a line each for the others."""
+    app = typer.Typer(
+        help="Draft heads for speculative decoding: extract, fit, eval.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    for name, (path, summary) in COMMANDS.items():
+        command = load(path) if name == invoked else _unloaded
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name, help=summary)
+        else:
+            app.command(name, help=summary)(command)
+    return app
+
+
+def load(path: str) -> Callable[..., Any] | typer.Typer:
+    """The function or sub-application a table entry names."""
+    module, attribute = path.split(":")
+    return getattr(import_module(f".commands.{module}", __package__), attribute)
+
+
+def is_for_user(error: BaseException) -> bool:
+    """Whether an error speaks to the user: the system's about a file, or a ValueError of our own.
+
+    Another library's ValueError is a fault we did not foresee and needs its traceback.
+    """
+    if isinstance(error, OSError):
+        return True
+    if any(_is_ours(base.__module__) for base in type(error).__mro__):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and _is_ours(trace.tb_frame.f_globals.get("__name__", ""))
+
+
+def _is_ours(module: str) -> bool:
+    return module.split(".")[0] == __package__
+
+
+def _invoked(arguments: Sequence[str]) -> str | None:
+    return next((argument for argument in arguments if not argument.startswith("-")), None)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _unloaded() -> None:
+    """Stands in the help for a command that was not invoked; it never runs."""
