@@ -30,9 +30,7 @@ class ExtractHiddenStatesProposer(Proposer):
     prompt's.
     """
 
-    def __init__(
-        self, target: Target, layer_ids: tuple[int, ...], on_finish: Callable[[int, Tensor], None]
-    ) -> None:
+    def __init__(self, target: Target, layer_ids: tuple[int, ...], on_finish: Callable[[int, Tensor], None]) -> None:
         spec = PlaneSpec(PLANE, len(layer_ids), target.hidden_size, 0, target.dtype)
         self.requirements = Requirements(layer_ids=layer_ids, planes=(spec,))
         self.on_finish = on_finish
