@@ -64,7 +64,7 @@ class Engine:
         target.bind(planes)
         proposer.bind(planes)
         self.scheduler = Scheduler(self.pool, config.max_batch_tokens, config.max_batch_size)
-        self.runner = Runner(target, proposer, planes, self.pool, config.num_draft_tokens)
+        self.runner = Runner(target, proposer, self.pool, config.num_draft_tokens)
         self.statistics = EngineStatistics()
         self._next_id = 0
 

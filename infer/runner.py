@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from .batch import PackedBatch
-from .planes import BlockPool, Planes
+from .planes import BlockPool
 from .proposers.base import Drafts, DraftStep, ObservedRows, Proposer
 from .request import DraftLaw, Request
-from .sampling import SamplingParams
+from .sampling import SamplingParams, process_logits, row_settings
 from .scheduler import ScheduledRequest
 from .target import Target
-from .verify import VerifyRows, verify
+from .verify import verify_drafts
 
 
 class StepResult(NamedTuple):
@@ -33,8 +33,8 @@ class StepResult(NamedTuple):
 class Runner:
     """Builds packed batches and calls target, verifier and proposer."""
 
-    def __init__(self, target: Target, proposer: Proposer, planes: Planes, pool: BlockPool, num_draft_tokens: int) -> None:
-        self.target, self.proposer, self.planes, self.pool = target, proposer, planes, pool
+    def __init__(self, target: Target, proposer: Proposer, pool: BlockPool, num_draft_tokens: int) -> None:
+        self.target, self.proposer, self.pool = target, proposer, pool
         self.num_draft_tokens = num_draft_tokens
 
     def run_target(self, scheduled: Sequence[ScheduledRequest]) -> StepResult:
@@ -45,8 +45,7 @@ class Runner:
         emitted: list[list[int]] = [[] for _ in scheduled]
         failed = [False] * len(scheduled)
         if samplers:
-            tokens, bad = verify(self._verify_rows(samplers, output.logits))
-            verified = iter(zip(tokens, bad, strict=True))
+            verified = iter(self._verify(samplers, output.logits))
             for i, rows in enumerate(scheduled):
                 if rows.samples:
                     emitted[i], failed[i] = next(verified)
@@ -119,27 +118,31 @@ class Runner:
             law = drafts.log_probs
             request.draft_law = None if law is None or not stop else DraftLaw(law, drafts.token_map, i)
 
-    def _verify_rows(self, samplers: Sequence[ScheduledRequest], logits: Tensor) -> VerifyRows:
+    def _verify(self, samplers: Sequence[ScheduledRequest], logits: Tensor) -> list[tuple[list[int], bool]]:
+        """Emitted tokens, and whether the target's logits were not finite, per sampling request."""
         requests = [rows.request for rows in samplers]
+        params = [request.params for request in requests]
         num_drafts = [rows.num_drafts for rows in samplers]
-        width = max(max(num_drafts), 1)
-        draft_ids = np.full((len(samplers), width), -1, dtype=np.int64)
+        settings = row_settings(
+            params,
+            [n + 1 for n in num_drafts],
+            [request.num_output_tokens for request in requests],
+            [sorted(self.end_token_ids(p)) for p in params],
+            logits.device,
+        )
+        draft_ids = np.full((len(samplers), max(num_drafts)), -1, dtype=np.int64)
         for i, rows in enumerate(samplers):
             draft_ids[i, : rows.num_drafts] = rows.request.drafts[: rows.num_drafts]
-        laws = [r.draft_law for r in requests]
-        law, token_map = self._gather_laws(laws, width)
-        return VerifyRows(
-            logits=logits,
-            draft_token_ids=self._to_device(draft_ids),
-            num_drafts=num_drafts,
+        law, token_map = self._gather_laws([r.draft_law for r in requests], draft_ids.shape[1])
+        output = verify_drafts(
+            process_logits(logits, settings),
+            Drafts(self._to_device(draft_ids), num_drafts, law, token_map),
             positions=self._to_device(np.asarray([len(r.token_ids) for r in requests])),
-            params=[r.params for r in requests],
+            temperature=torch.tensor([p.temperature for p in params], device=logits.device),
             seeds=self._to_device(np.asarray([r.seed for r in requests])),
-            num_output_tokens=[r.num_output_tokens for r in requests],
-            end_token_ids=[sorted(self.end_token_ids(r.params)) for r in requests],
-            draft_log_probs=law,
-            token_map=token_map,
         )
+        tokens = zip(output.token_ids.tolist(), output.num_emitted.tolist(), strict=True)
+        return [(row[:count], count == 0) for row, count in tokens]
 
     def end_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """Tokens that end a request with these parameters."""
@@ -171,7 +174,9 @@ class Runner:
             [rows.request for rows in scheduled],
             [rows.num_tokens for rows in scheduled],
             [rows.start + rows.num_tokens for rows in scheduled],
-            tuple(self._to_device(x) for x in (np.asarray(token_ids), np.concatenate(positions), np.concatenate(slots))),
+            tuple(
+                self._to_device(x) for x in (np.asarray(token_ids), np.concatenate(positions), np.concatenate(slots))
+            ),
             np.asarray(logits_rows, dtype=np.int64),
         )
 

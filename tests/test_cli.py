@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import typer
+
 from spectrain import cli
 from spectrain.heads.base import HeadError
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from ...heads.base import DraftRows
 from ...heads.eagle3 import Eagle3Head
 from ...heads.target_tensors import TargetTensors
-from ...kernels.dispatch import DRAFT_STREAM, sample
+from ...kernels.dispatch import sample
+from ...kernels.records import Stream
 from ..attention import PagedAttend
 from ..batch import PackedBatch
 from ..planes import Planes, PlaneSpec
@@ -123,5 +124,5 @@ class Eagle3Proposer(Proposer):
         else:
             tempered = logits / torch.where(step.temperature > 0, step.temperature, 1.0)[:, None]
             law = tempered.log_softmax(-1)
-            drafts = sample(law, step.temperature, step.seeds, step.seq_lens + k, DRAFT_STREAM)
+            drafts = sample(law, step.temperature, step.seeds, step.seq_lens + k, Stream.DRAFT)
         return (drafts if self.token_map is None else self.token_map[drafts]), law

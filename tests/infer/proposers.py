@@ -1,0 +1,98 @@
+"""Proposers the engine tests need: drafts that are right until they are not, and drafts that are never meant to be."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from spectrain.infer.planes import Planes
+from spectrain.infer.proposers.base import Drafts, DraftStep, ObservedRows, Proposer, Requirements
+
+
+class RecordingProposer(Proposer):
+    """Proposes nothing and keeps every row it was shown, per request, in the order of arrival."""
+
+    def __init__(self, layer_ids: tuple[int, ...] = ()) -> None:
+        self.requirements = Requirements(layer_ids=layer_ids)
+        self.rows: dict[int, list[tuple[int, int, int, torch.Tensor | None]]] = {}
+        self.released: list[tuple[int, bool]] = []
+
+    def bind(self, planes: Planes) -> None:
+        self.planes = planes
+
+    def observe(self, rows: ObservedRows) -> None:
+        bounds = rows.batch.cu_seqlens.tolist()
+        for i, request_id in enumerate(rows.request_ids):
+            for row in range(bounds[i], bounds[i + 1]):
+                state = None if rows.states is None else rows.states[row].clone()
+                token, following = int(rows.batch.token_ids[row]), int(rows.next_token_ids[row])
+                self.rows.setdefault(request_id, []).append((int(rows.batch.positions[row]), token, following, state))
+
+    def propose(self, step: DraftStep) -> Drafts:
+        return Drafts(torch.empty(len(step.request_ids), 0, dtype=torch.int64), [0] * len(step.request_ids), None)
+
+    def release(self, request_id: int, *, finished: bool) -> None:
+        self.released.append((request_id, finished))
+        if not finished:
+            self.rows.pop(request_id, None)
+
+
+class NoisyOracle(RecordingProposer):
+    """Drafts a known continuation, each token replaced by a random one with probability `error`.
+
+    `continuations` maps a prompt to prompt + output tokens; which prompt a request has is read from its rows.
+    """
+
+    def __init__(
+        self, continuations: Sequence[Sequence[int]], k: int, error: float, vocab_size: int, seed: int = 0
+    ) -> None:
+        super().__init__()
+        self.continuations, self.k, self.error, self.vocab_size = continuations, k, error, vocab_size
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def propose(self, step: DraftStep) -> Drafts:
+        drafts = torch.randint(self.vocab_size, (len(step.request_ids), self.k), generator=self.generator)
+        for i, (request_id, length) in enumerate(zip(step.request_ids, step.seq_lens.tolist(), strict=True)):
+            known = [token for _, token, _, _ in self.rows[request_id]] + [int(step.last_token_ids[i])]
+            truth = self._continuation(known)[length : length + self.k]
+            for j, token in enumerate(truth):
+                if torch.rand((), generator=self.generator) >= self.error:
+                    drafts[i, j] = token
+        return Drafts(drafts, [min(self.k, n) for n in step.max_drafts], None)
+
+    def _continuation(self, known: list[int]) -> Sequence[int]:
+        return next((c for c in self.continuations if list(c[: len(known)]) == known), known)
+
+
+class LawProposer(RecordingProposer):
+    """Draws drafts from a fixed bigram law [vocab, vocab] and carries it, or hides it (`point_mass`)."""
+
+    def __init__(self, law: torch.Tensor, k: int, *, point_mass: bool = False, seed: int = 0) -> None:
+        super().__init__()
+        self.law, self.k, self.point_mass = law, k, point_mass
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def propose(self, step: DraftStep) -> Drafts:
+        token, tokens, laws = step.last_token_ids, [], []
+        for _ in range(self.k):
+            rows = self.law[token]
+            token = torch.multinomial(rows, 1, generator=self.generator)[:, 0]
+            tokens.append(token)
+            laws.append(rows.log())
+        log_probs = None if self.point_mass else torch.stack(laws, dim=1)
+        return Drafts(torch.stack(tokens, dim=1), [min(self.k, n) for n in step.max_drafts], log_probs)
+
+
+class ScriptedProposer(RecordingProposer):
+    """Returns the given token lists, one a call, for every request."""
+
+    def __init__(self, scripts: Mapping[int, Sequence[int]], k: int) -> None:
+        super().__init__()
+        self.scripts, self.k = scripts, k
+
+    def propose(self, step: DraftStep) -> Drafts:
+        rows, lengths = [], []
+        for length in step.seq_lens.tolist():
+            script = list(self.scripts.get(length, []))[: self.k]
+            lengths.append(len(script))
+            rows.append(script + [-1] * (self.k - len(script)))
+        return Drafts(torch.tensor(rows, dtype=torch.int64), lengths, None)
