@@ -10,14 +10,13 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from .engine import Engine
 from .losslessness import Generation, Losslessness, check_greedy, check_sampled, count_differences
 from .report import MethodResult
 from .request import FinishReason, RequestOutput
 from .sampling import SamplingParams
-from .scoring import score_rows
+from .scoring import score_probs, score_rows
 from .statistics import EngineStatistics
 
 BuildEngine = Callable[[int, int], Engine]
@@ -75,21 +74,13 @@ class Costs(NamedTuple):
     decode: float
 
 
-def evaluate(
-    work: Evaluation,
-    build: BuildEngine,
-    processed_probs: Callable[[Tensor, SamplingParams], Tensor],
-    progress: Progress,
-) -> Measured:
-    """Measures one method on one set of prompts and checks that it changed nothing.
-
-    `processed_probs(logits, params)` gives the law [rows, vocab] a token is drawn from at those parameters.
-    """
+def evaluate(work: Evaluation, build: BuildEngine, progress: Progress) -> Measured:
+    """Measures one method on one set of prompts and checks that it changed nothing."""
     k = work.num_draft_tokens
     before = _run(work, build(0, work.batch_size), partial(progress, "plain decoding"))
     engine = build(k, work.batch_size)
     drafted = _run(work, engine, partial(progress, work.method))
-    lossless = _check_law(work, engine, drafted, processed_probs) if work.temperature > 0 else None
+    lossless = _check_law(work, engine, drafted) if work.temperature > 0 else None
     del engine
     single = _calibrate(work, build) if k > 1 and drafted.statistics.num_drafts else None
     engine = build(0, work.batch_size)
@@ -162,16 +153,10 @@ def _calibrate(work: Evaluation, build: BuildEngine) -> EngineStatistics:
     return _run(part, build(1, work.batch_size), lambda finished: None).statistics
 
 
-def _check_law(
-    work: Evaluation, engine: Engine, drafted: Run, processed_probs: Callable[[Tensor, SamplingParams], Tensor]
-) -> Losslessness:
-    params = work.params[0]
-
-    def probs(token_ids: Sequence[int], rows: Sequence[int]) -> Tensor:
-        return processed_probs(score_rows(engine, token_ids, rows), params)
-
+def _check_law(work: Evaluation, engine: Engine, drafted: Run) -> Losslessness:
     generator = torch.Generator().manual_seed(work.seed)
-    return check_sampled([_generation(o) for o in drafted.outputs], probs, generator, work.law_by_position)
+    laws = partial(score_probs, engine, work.params[0])
+    return check_sampled([_generation(o) for o in drafted.outputs], laws, generator, work.law_by_position)
 
 
 def _check_equal(

@@ -12,6 +12,7 @@ from torch import Tensor
 from .batch import PackedBatch
 from .engine import Engine, EngineError
 from .planes import slots_of
+from .sampling import SamplingParams, process_logits, row_settings
 
 
 @torch.inference_mode()
@@ -41,6 +42,13 @@ def score_rows(engine: Engine, token_ids: Sequence[int], rows: Sequence[int]) ->
         return torch.cat(parts)
     finally:
         engine.pool.release(block_table)
+
+
+def score_probs(engine: Engine, params: SamplingParams, token_ids: Sequence[int], rows: Sequence[int]) -> Tensor:
+    """The laws [len(rows), vocab] float32 that plain decoding with `params` draws from after `rows`."""
+    logits = score_rows(engine, token_ids, rows)
+    settings = row_settings([params], [len(rows)], [params.min_tokens], [()], logits.device)
+    return process_logits(logits, settings).softmax(-1)
 
 
 def _one_request(
