@@ -115,27 +115,26 @@ def bar_plot(bars: Sequence[Bar], *, largest: float | None = None, mark: float |
     out = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
     for share in (0.0, 0.5, 1.0):
         y = floor - share * room
-        out.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        out.append(f'<text x="{LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{top * share:.3g}</text>')
+        out += [_line(y, 'class="axis"'), _text(LEFT - 5, y + 4, f"{top * share:.3g}", "end")]
     for i, (bar, total) in enumerate(zip(bars, sums, strict=True)):
         middle, y = LEFT + slot * (i + 0.5), float(floor)
         for value, colour in bar.parts:
             height = room * value / top
             y -= height
-            out.append(
-                f'<rect x="{middle - width / 2:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
-                f'fill="{colour}"/>'
-            )
-        out.append(
-            f'<text x="{middle:.1f}" y="{floor - room * total / top - 4:.1f}" text-anchor="middle">{escape(bar.text)}</text>'
-        )
-        out.append(f'<text x="{middle:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{escape(bar.label)}</text>')
+            place = f'x="{middle - width / 2:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+            out.append(f'<rect {place} fill="{colour}"/>')
+        out += [_text(middle, floor - room * total / top - 4, bar.text), _text(middle, HEIGHT - 8, bar.label)]
     if mark is not None:
-        y = floor - room * mark / top
-        out.append(
-            f'<line x1="{LEFT}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--soft)" stroke-dasharray="4 3"/>'
-        )
+        out.append(_line(floor - room * mark / top, 'stroke="var(--soft)" stroke-dasharray="4 3"'))
     return "".join([*out, "</svg>"])
+
+
+def _line(y: float, look: str) -> str:
+    return f'<line {look} x1="{LEFT}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:
