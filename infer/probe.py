@@ -1,0 +1,209 @@
+"""The load-time probe: whether a transformers model can run packed on our own cache, and what each layer needs.
+
+Nearly every exception among families is silent: attention that is never handed over, called twice, windowed only by its
+mask or biased by a keyword. So one short forward records every attention call, and what is not understood is refused.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from .attention import PASSIVE_KEYWORDS
+
+PROBE = "spectrain_probe"
+CALLS = "spectrain_calls"
+HONOURED_KEYWORDS = frozenset({"scaling", "softcap", "s_aux", "sliding_window"})
+
+
+class TargetError(ValueError):
+    """A target cannot be loaded or cannot be run rightly; the message names it, the reason and what to do."""
+
+
+class MaskPattern:
+    """Stands in for an attention mask and says which keys a query sees."""
+
+    def __init__(self, mask_function: Callable[..., Any]) -> None:
+        self._mask_function = mask_function
+
+    def sees(self, query: int, key: int) -> bool:
+        zero = torch.tensor(0)
+        return bool(self._mask_function(zero, zero, torch.tensor(query), torch.tensor(key)))
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What one attention module was called with."""
+
+    kv_heads: int
+    width_k: int
+    width_v: int
+    dtype: torch.dtype
+    pattern: MaskPattern | None
+    keywords: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One attention module of the target and what its cache and mask must be."""
+
+    module: nn.Module
+    path: str
+    kv_heads: int
+    width_k: int
+    width_v: int
+    dtype: torch.dtype
+    window: int
+    chunk: int
+
+
+def probe_attention(
+    model: PreTrainedModel, token_ids: Tensor, num_layers: int, max_length: int
+) -> tuple[AttentionLayer, ...]:
+    """Runs token_ids [seq] through `model` and returns its attention layers in order.
+
+    The model is left with the attention it came with. Raises TargetError for a model whose layers do not each call the
+    attention interface exactly once, or that needs something a packed row on our cache cannot give.
+    """
+    name = type(model).__name__
+    if not model._can_set_attn_implementation():
+        raise TargetError(
+            f"{name} is refused: its attention does not go through transformers' attention interface (eager only), so "
+            f"packed requests would attend to each other; use a target of another family"
+        )
+    calls = _record_calls(model, token_ids)
+    by_layer: dict[int, list[tuple[str, nn.Module, AttentionCall]]] = {i: [] for i in range(num_layers)}
+    for path, module, call in calls:
+        by_layer.setdefault(getattr(module, "layer_idx", -1), []).append((path, module, call))
+    _check_counts(name, num_layers, {layer: len(found) for layer, found in by_layer.items()}, len(calls))
+    return tuple(_layer(name, layer, *by_layer[layer][0], max_length) for layer in range(num_layers))
+
+
+def _record_calls(model: PreTrainedModel, token_ids: Tensor) -> list[tuple[str, nn.Module, AttentionCall]]:
+    AttentionInterface.register(PROBE, _probe_attention_forward)
+    AttentionMaskInterface.register(PROBE, _probe_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(PROBE)
+    positions = torch.arange(len(token_ids), device=token_ids.device)
+    try:
+        with torch.no_grad():
+            model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+    except Exception as error:
+        first_line = str(error).partition("\n")[0]
+        raise TargetError(
+            f"{type(model).__name__} is refused: it needs more than attention over cached keys (its forward failed "
+            f"without an ordinary mask: {type(error).__name__}: {first_line}); use a target of another family"
+        ) from error
+    finally:
+        model.set_attn_implementation(before)
+        recorded = [
+            (path, module, call) for path, module in model.named_modules() for call in module.__dict__.pop(CALLS, ())
+        ]
+    return recorded
+
+
+def _probe_mask(*args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> MaskPattern:
+    return MaskPattern(mask_function)
+
+
+def _probe_attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **keywords: Any
+) -> tuple[Tensor, None]:
+    call = AttentionCall(
+        kv_heads=key.shape[1],
+        width_k=key.shape[-1],
+        width_v=value.shape[-1],
+        dtype=key.dtype,
+        pattern=attention_mask,
+        keywords={k: v for k, v in keywords.items() if v is not None and (v is not False or k == "is_causal")},
+    )
+    module.__dict__.setdefault(CALLS, []).append(call)
+    if key.shape[2] != query.shape[2] or key.shape[0] != 1:
+        raise ValueError(f"attention over {key.shape[2]} keys for {query.shape[2]} tokens")
+    out = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    return out.transpose(1, 2), None
+
+
+def _check_counts(name: str, num_layers: int, counts: dict[int, int], total: int) -> None:
+    if total == 0:
+        raise TargetError(
+            f"{name} is refused: none of its {num_layers} layers calls the attention interface (eager only), so packed "
+            f"requests would attend to each other; use a target of another family"
+        )
+    repeated = sorted(layer for layer, count in counts.items() if count > 1)
+    if repeated:
+        raise TargetError(
+            f"{name} is refused: layer {repeated[0]} calls attention {counts[repeated[0]]} times a step where exactly "
+            f"one call is expected (looped or differential attention); use a target of another family"
+        )
+    missing = [layer for layer in range(num_layers) if not counts[layer]]
+    if missing:
+        raise TargetError(
+            f"{name} is refused: {len(missing)} of its {num_layers} layers (first: {missing[0]}) call no attention "
+            f"(recurrent or convolution state, which would run on from one request into the next); use a target whose "
+            f"layers are all attention"
+        )
+    unknown = sorted(layer for layer in counts if not 0 <= layer < num_layers)
+    if unknown:
+        raise TargetError(
+            f"{name} is refused: attention is called for layer {unknown[0]}, expected 0..{num_layers - 1} only; use a "
+            f"target of another family"
+        )
+
+
+def _layer(name: str, layer: int, path: str, module: nn.Module, call: AttentionCall, max_length: int) -> AttentionLayer:
+    unknown = sorted(set(call.keywords) - PASSIVE_KEYWORDS - HONOURED_KEYWORDS)
+    if unknown:
+        raise TargetError(
+            f"{name} is refused: layer {layer} hands its attention {', '.join(unknown)}, which paged attention does "
+            f"not honour; use a target of another family"
+        )
+    if call.keywords.get("is_causal") is False:
+        raise TargetError(f"{name} is refused: layer {layer} is not causal; use a causal language model")
+    given = int(call.keywords.get("sliding_window", 0))
+    if isinstance(call.pattern, MaskPattern):
+        window, chunk = mask_shape(f"{name} is refused: layer {layer}", call.pattern, max_length)
+        if given and given < max_length and (window != given or chunk):
+            raise TargetError(
+                f"{name} is refused: layer {layer} is given sliding_window={given} but its mask shows window={window}, "
+                f"chunk={chunk}; use a target of another family"
+            )
+    elif call.pattern is None:
+        window, chunk = given, 0
+    else:
+        raise TargetError(
+            f"{name} is refused: layer {layer} builds its own mask ({type(call.pattern).__name__}), which paged "
+            f"attention does not honour; use a target of another family"
+        )
+    return AttentionLayer(module, path, call.kv_heads, call.width_k, call.width_v, call.dtype, window, chunk)
+
+
+def mask_shape(prefix: str, pattern: MaskPattern, max_length: int) -> tuple[int, int]:
+    """(window, chunk) of a causal mask over `max_length` positions, 0 where there is none; refuses any other mask."""
+    window = chunk = 0
+    last = max_length - 1
+    if not pattern.sees(last, 0):
+        low, high = 0, last  # key 0 is seen from `low` and hidden from `high`
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if pattern.sees(middle, 0) else (low, middle)
+        size = high
+        if size == 1 or pattern.sees(size, size - 1):
+            window = size
+        else:
+            chunk = size
+    size = window or chunk or 8
+    marks = sorted({min(q, last) for q in (0, 1, size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1, last)})
+    for query in marks:
+        first = max(0, query - window + 1) if window else query // chunk * chunk if chunk else 0
+        for key in {k for k in (first - 1, first, query - 1, query, query + 1, 0) if k >= 0}:
+            if pattern.sees(query, key) != (first <= key <= query):
+                raise TargetError(
+                    f"{prefix} has a mask that is neither causal, windowed nor chunked (query {query}, key {key}), "
+                    f"which paged attention does not honour; use a target of another family"
+                )
+    return window, chunk

@@ -1,0 +1,219 @@
+"""The target: a transformers model run on one packed row of tokens from many requests, on our own paged cache.
+
+The only code of the project that runs the target model; extraction and the engine both call it. It holds no scheduler,
+no sampling and no transformers cache.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..heads.target_tensors import TargetTensors
+from . import fingerprint, loading, parity
+from .attention import PAGED, SITE, AttentionSite, StepState, bind_site, register
+from .batch import PackedBatch
+from .planes import Planes, PlaneSpec
+from .probe import AttentionLayer, TargetError, probe_attention
+from .rope import pin_rope
+from .trace import Trace, find_layers, first_output, first_tensor, trace_forward, trace_tensors
+
+__all__ = ["Target", "TargetError", "TargetOutput"]
+
+
+class TargetOutput(NamedTuple):
+    """One step's results; the tensors are the caller's own and stay valid after the next step."""
+
+    logits: Tensor  # [len(logits_rows), vocab] float32
+    states: Tensor | None  # [num_tokens, len(layer_ids), hidden] in the model's dtype; None before `capture`
+
+
+class Target:
+    """A probed model. It owns the model's attention: one model serves one Target, the newest one made from it."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, name: str, max_length: int | None
+    ) -> None:
+        self.name, self.model, self.config, self.tokenizer = name, model, model.config, tokenizer
+        model.eval().requires_grad_(False)
+        first = next(model.parameters())
+        self.device, self.dtype = first.device, first.dtype
+        facts = loading.facts_of(model)
+        self.max_length = loading.context_length(model, facts, max_length)
+        self.hidden_size, self.num_layers = facts.hidden_size, facts.num_layers
+        self.eos_token_ids = loading.eos_token_ids(model)
+        self.layer_ids: tuple[int, ...] = ()
+        self._step = StepState()
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._leave_other_target()
+        pin_rope(model, self.max_length)
+        documents = self._documents(facts.vocab_size)
+        self._attention = probe_attention(model, documents[1], self.num_layers, self.max_length)
+        self._layers = find_layers(model, tuple(layer.path for layer in self._attention))
+        traces = [trace_forward(model, self._layers, document) for document in documents]
+        self.vocab_size = traces[0].logits.shape[-1]
+        self.facts = loading.with_vocab(facts, self.vocab_size)
+        self._streams = _residual_streams(traces[1], len(documents[1]), self.hidden_size)
+        self._tensors = self._trace_tensors(traces[1], documents[1])
+        self.plane_specs = tuple(_plane_spec(i, layer) for i, layer in enumerate(self._attention))
+        self._take_over()
+        self._check_parity(documents, traces)
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        max_length: int | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> Self:
+        """Loads and probes a local folder or a hub id; raises TargetError with one line for what cannot be used."""
+        loaded = loading.load_model(model, dtype, revision, trust_remote_code)
+        tokenizer = loading.load_tokenizer(model, revision, trust_remote_code)
+        name = Path(model).name if Path(model).is_dir() else str(model)
+        return cls(loaded.to(torch.device(device)), tokenizer, name=name, max_length=max_length)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        max_length: int | None = None,
+    ) -> Self:
+        """Probes a model that is already in memory and takes over its attention."""
+        return cls(model, tokenizer, name=type(model).__name__, max_length=max_length)
+
+    def tensors(self) -> TargetTensors:
+        """Embeddings, final norm and output head, verified against the model's own logits.
+
+        The matrices are the model's own storage. Raises TargetError naming what a plain record cannot express.
+        """
+        if isinstance(self._tensors, TargetError):
+            raise self._tensors
+        return self._tensors
+
+    def capture(self, layer_ids: Iterable[int]) -> None:
+        """Asks every later `forward` for the states at `layer_ids`, returned in ascending order.
+
+        Call it before compiling anything: hooks added later are ignored by compiled code. Raises TargetError for ids
+        outside 0..num_layers and for families with several residual streams.
+        """
+        ids = tuple(sorted(set(layer_ids)))
+        wrong = [i for i in ids if not 0 <= i <= self.num_layers]
+        if wrong:
+            raise TargetError(
+                f"layer ids must lie between 0 (embeddings) and {self.num_layers} (after the last layer) for "
+                f"{self.name}, found {', '.join(map(str, wrong))}; change the asked layers"
+            )
+        if ids and self._streams is not None:
+            raise TargetError(
+                f"{self.name} cannot give hidden states: its residual stream is {self._streams} where [1, tokens, "
+                f"{self.hidden_size}] is expected (several streams); use another target"
+            )
+        for handle in self._hooks:
+            handle.remove()
+        self.layer_ids = ids
+        self._hooks = [self._hook(column, layer_id) for column, layer_id in enumerate(ids)]
+
+    def bind(self, planes: Planes) -> None:
+        """Gives each attention layer its plane; `planes` must hold every one of `plane_specs`."""
+        for layer in self._attention:
+            bind_site(layer.module, planes)
+
+    @torch.no_grad()
+    def forward(self, batch: PackedBatch) -> TargetOutput:
+        """Runs one packed batch, writing its keys and values to their slots.
+
+        Raises TargetError when no planes are bound or the model was taken over by a newer Target.
+        """
+        site: AttentionSite = getattr(self._attention[0].module, SITE)
+        if site.step is not self._step:
+            raise TargetError(f"{self.name} was taken over by a newer Target of the same model; use that one")
+        if site.plane is None:
+            raise TargetError(f"{self.name} has no cache yet; call bind(planes) before forward")
+        states = None
+        if self.layer_ids:
+            shape = (len(batch.token_ids), len(self.layer_ids), self.hidden_size)
+            states = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self._step.batch, self._step.states = batch, states
+        try:
+            out = self.model(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                logits_to_keep=batch.logits_rows,
+            )
+        finally:
+            self._step.batch = self._step.states = None
+        return TargetOutput(out.logits[0].float(), states)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """JSON-ready identity: another `shape` cannot be used with what was made here, other `weights` should warn."""
+        return fingerprint.of_model(self.model, self.facts)
+
+    def _hook(self, column: int, layer_id: int) -> torch.utils.hooks.RemovableHandle:
+        step = self._step
+
+        def keep(hidden: Tensor) -> None:
+            if step.states is not None:
+                step.states[:, column].copy_(hidden[0])
+
+        if layer_id == self.num_layers:
+            return self._layers[-1].register_forward_hook(lambda module, args, output: keep(first_output(output)))
+        return self._layers[layer_id].register_forward_pre_hook(
+            lambda module, args, kwargs: keep(first_tensor(args, kwargs)), with_kwargs=True
+        )
+
+    def _leave_other_target(self) -> None:
+        if self.config._attn_implementation == PAGED:
+            self.model.set_attn_implementation("eager")
+
+    def _take_over(self) -> None:
+        register()
+        self.model.set_attn_implementation(PAGED)
+        for spec, layer in zip(self.plane_specs, self._attention, strict=True):
+            setattr(layer.module, SITE, AttentionSite(spec.name, layer.window, layer.chunk, self._step))
+
+    def _documents(self, vocab_size: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return [
+            torch.randint(0, vocab_size, (length,), generator=generator).to(self.device) for length in parity.LENGTHS
+        ]
+
+    def _trace_tensors(self, trace: Trace, document: Tensor) -> TargetTensors | TargetError:
+        if self._streams is not None:
+            return TargetError(
+                f"{self.name} is refused for draft heads: it keeps several residual streams ({self._streams}), "
+                f"expected [1, tokens, {self.hidden_size}]; use another target"
+            )
+        try:
+            return trace_tensors(self.model, trace, document, self.hidden_size)
+        except TargetError as error:
+            return error
+
+    def _check_parity(self, documents: list[Tensor], traces: list[Trace]) -> None:
+        self.bind(Planes(self.plane_specs, parity.NUM_BLOCKS, parity.BLOCK_SIZE, self.device))
+        alone = [trace.logits for trace in traces]
+        parity.check_parity(self.name, lambda batch: self.forward(batch).logits, documents, alone, self.dtype)
+        for layer in self._attention:
+            site = getattr(layer.module, SITE)
+            setattr(layer.module, SITE, AttentionSite(site.name, site.window, site.chunk, self._step))
+
+
+def _plane_spec(index: int, layer: AttentionLayer) -> PlaneSpec:
+    return PlaneSpec(f"target.{index}", layer.kv_heads, layer.width_k, layer.width_v, layer.dtype)
+
+
+def _residual_streams(trace: Trace, num_tokens: int, hidden_size: int) -> list[int] | None:
+    """The shape of the first state that is not one stream [1, num_tokens, hidden]; None when all are."""
+    for state in [*trace.layer_inputs, trace.last_state]:
+        if tuple(state.shape) != (1, num_tokens, hidden_size):
+            return list(state.shape)
+    return None

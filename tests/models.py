@@ -1,0 +1,188 @@
+"""Tiny random target models shared by the tests: `from spectrain.tests.models import rand_llama`.
+
+Each is built on CPU from its seed without touching the global generator. Projections have a standard deviation of 0.25,
+far more than at a real start, so that a mistake in attention shows in the logits; norm weights are drawn from 0.1..2.1,
+so that a norm left out or applied twice shows too.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+COMMON = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+@contextmanager
+def own_generator(seed: int) -> Iterator[None]:
+    """Seeds the global generator inside and leaves it as it was: transformers initialises from it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+@torch.no_grad()
+def randomise(model: nn.Module, seed: int, std: float = 0.25) -> None:
+    """Redraws every parameter in place: vectors of norms from 0.1..2.1 (as stored), everything else N(0, std)."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        if "norm" in name.lower() or ".ln_" in name:
+            if name.endswith("bias"):
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+            else:
+                parameter.copy_(0.1 + 2.0 * torch.rand(parameter.shape, generator=generator))
+        else:
+            parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
+
+
+def build(family: str, *, seed: int = 0, std: float = 0.25, head: float = 1.0, **config: Any) -> PreTrainedModel:
+    """`family` as in transformers' class names: "Llama" builds a Llama, float32, in eval mode."""
+    config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    with own_generator(seed):
+        model = AutoModelForCausalLM.from_config(config_class(**config), dtype=torch.float32)
+    randomise(model, seed, std)
+    if head != 1.0:
+        model.get_output_embeddings().weight.data.mul_(head)
+    return model.eval().requires_grad_(False)
+
+
+def rand_llama(num_layers: int = 6, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """RAND: Llama, 97 ids, hidden 32, 6 layers, 4 heads over 2, 64 positions; a head 5 times larger for clear winners.
+
+    Any depth gives SHALLOW, `tie_word_embeddings=True` with 2 layers TIED.
+    """
+    head = 1.0 if changes.get("tie_word_embeddings") else 5.0
+    return build("Llama", seed=seed, head=head, **{**COMMON, "num_hidden_layers": num_layers, **changes})
+
+
+@torch.no_grad()
+def succ_llama(num_layers: int = 2, *, vocab_size: int = 41) -> PreTrainedModel:
+    """SUCC: the greedy token after t is always t + 1 (mod 41), whatever came before. Needs vocab_size <= 64."""
+    model = build(
+        "Llama",
+        **{
+            **COMMON,
+            "vocab_size": vocab_size,
+            "hidden_size": 64,
+            "num_hidden_layers": num_layers,
+            "max_position_embeddings": 256,
+            "eos_token_id": None,
+        },
+    )
+    orthonormal, _ = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
+    embeddings = orthonormal[:vocab_size]
+    decoder = model.get_decoder()
+    decoder.embed_tokens.weight.copy_(embeddings)
+    decoder.norm.weight.fill_(1.0)
+    for layer in decoder.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    model.get_output_embeddings().weight.copy_(embeddings.roll(1, dims=0))
+    return model
+
+
+def gpt2_tiny(**changes: Any) -> PreTrainedModel:
+    """GPT2TINY: 97 ids, 64 learned positions, 4 layers."""
+    return build(
+        "GPT2",
+        **{"vocab_size": 97, "n_positions": 64, "n_embd": 32, "n_layer": 4, "n_head": 4, **_ends(), **changes},
+    )
+
+
+def qwen3_widehead(**changes: Any) -> PreTrainedModel:
+    """WIDEHEAD: Qwen3 whose 4 heads of 16 are wider than its hidden size of 40."""
+    return build("Qwen3", **{**COMMON, "hidden_size": 40, "head_dim": 16, **changes})
+
+
+def gemma3(**changes: Any) -> PreTrainedModel:
+    """Gemma-3 text: sliding windows of 5 on every layer but the last, (1 + w) norms, tied and scaled embeddings."""
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    return build(
+        "Gemma3",
+        **{**COMMON, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5, "layer_types": kinds, **changes},
+    )
+
+
+def mixtral(**changes: Any) -> PreTrainedModel:
+    """Mixtral, 4 experts of which 2 act."""
+    return build("Mixtral", **{**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, **changes})
+
+
+def deepseek_v3(**changes: Any) -> PreTrainedModel:
+    """DeepSeek-V3: latent attention, keys 24 wide and values 12, one dense layer before the experts."""
+    return build(
+        "DeepseekV3",
+        **{
+            **COMMON,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "head_dim": 8,
+            **changes,
+        },
+    )
+
+
+TARGETS = {
+    "llama": rand_llama,
+    "qwen3": qwen3_widehead,
+    "gemma3": gemma3,
+    "gpt2": gpt2_tiny,
+    "mixtral": mixtral,
+    "deepseek_v3": deepseek_v3,
+}
+"""The six families every part is tested on."""
+
+
+@torch.no_grad()
+def lone_forward(model: PreTrainedModel, token_ids: list[int] | Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The oracle: one request alone through the model as the library runs it, no cache.
+
+    Returns logits [seq, vocab] and L + 1 states [seq, hidden]: id i entering layer i as the library itself reports it,
+    id L the raw output of the last layer. Call it on a model no `Target` has taken over.
+    """
+    ids = torch.as_tensor(token_ids)[None]
+    out = model(input_ids=ids, use_cache=False, output_hidden_states=True)
+    states = [state[0] for state in out.hidden_states]
+    raw: list[Tensor] = []
+    layers = next(
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) == model.config.get_text_config().num_hidden_layers
+    )
+    handle = layers[-1].register_forward_hook(
+        lambda module, args, output: raw.append(output[0] if isinstance(output, tuple) else output)
+    )
+    model(input_ids=ids, use_cache=False)
+    handle.remove()
+    return out.logits[0].float(), [*states[:-1], raw[0][0]]
+
+
+def _ends() -> dict[str, int]:
+    return {name: COMMON[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
