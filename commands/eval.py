@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 PLAIN = "none"
 DEFAULT_NUM_DRAFT_TOKENS = 3
-BLOCK_SIZE = 16
-MEMORY_SHARE = 0.8
 FILES = ("report.json", "report.html", "outputs.jsonl")
 
 
@@ -281,19 +279,17 @@ def _builder(
     longest = max(len(p.token_ids) for p in prompts) + options.max_new_tokens
 
     def build(num_draft_tokens: int, batch_size: int) -> "Engine":
-        from ..infer.engine import Engine, EngineConfig
+        from .engines import build_engine
 
         proposer = _proposer(options, target, loaded, num_draft_tokens)
-        target.capture(proposer.requirements.layer_ids)
-        config = EngineConfig(
+        return build_engine(
+            target,
+            proposer,
             num_draft_tokens=num_draft_tokens,
-            num_blocks=options.num_blocks or _num_blocks(target, proposer, min(longest, target.max_length), batch_size),
-            block_size=BLOCK_SIZE,
-            max_batch_tokens=max(2048, batch_size * (num_draft_tokens + 1)),
-            max_batch_size=batch_size,
-            max_length=options.max_length,
+            batch_size=batch_size,
+            longest=longest,
+            num_blocks=options.num_blocks,
         )
-        return Engine(target, proposer, config)
 
     return build
 
@@ -307,17 +303,6 @@ def _proposer(options: Options, target: "Target", loaded: "LoadedHead | None", n
 
     proposer = resolve(loaded.head.config.proposer, options.allow_package or ())
     return proposer(loaded.head, target.tensors(), num_draft_tokens, options.draft_sampling)
-
-
-def _num_blocks(target: "Target", proposer: "Proposer", longest: int, batch_size: int) -> int:
-    """Blocks for a full batch of the longest request, as far as memory goes, never fewer than one request needs."""
-    from .devices import free_memory
-
-    lookahead = proposer.requirements.lookahead + 1
-    one = -(-(longest + lookahead) // BLOCK_SIZE)
-    per_block = BLOCK_SIZE * sum(s.bytes_per_token for s in (*target.plane_specs, *proposer.requirements.planes))
-    affordable = int(MEMORY_SHARE * free_memory(target.device)) // per_block
-    return max(one + 1, min(batch_size * one + 1, affordable))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ p.soft, .soft { color: var(--soft); } .good { color: var(--good); } .bad { color
 .figures { display: flex; flex-wrap: wrap; gap: .75rem; margin: 1.25rem 0; }
 .figure { background: var(--panel); border-radius: 6px; padding: .75rem 1rem; min-width: 8.5rem; flex: 1; }
 .figure b { display: block; font-size: 1.5rem; font-variant-numeric: tabular-nums; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(18rem, 1fr)); gap: 1rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(24rem, 100%), 1fr)); gap: 1rem; }
 .plot { background: var(--panel); border-radius: 6px; padding: .75rem 1rem; }
 .plot h3 { font-size: .9rem; font-weight: 600; margin: 0 0 .5rem; } svg { width: 100%; height: auto; display: block; }
 svg text { fill: var(--soft); font: 11px system-ui, sans-serif; } svg .axis { stroke: var(--line); }
@@ -28,7 +28,7 @@ td:first-child { color: var(--soft); white-space: pre; }
 details { margin-top: 1rem; } summary { cursor: pointer; color: var(--soft); }
 """
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 360, 190, 34, 24, 14
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 380, 170, 42, 24, 14
 
 
 class Bar(NamedTuple):
