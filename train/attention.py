@@ -1,0 +1,147 @@
+"""Attention of an unrolled draft head: causal over true states, and over a row's own earlier draft steps.
+
+At step j row t sees the step-0 keys of its document up to t, and its own keys of steps 1..j: what the drafter has in
+its cache when it drafts token j from row t. The first part is ordinary causal attention; the second adds j columns to
+its softmax, which needs only the first part's log-sum-exp. So no backend builds the keys of all steps side by side.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+AttentionBackend = Literal["dense", "flex"]
+
+QUERY_BLOCK = 256  # rows of scores the dense backend holds at once
+
+
+class CausalAttention(Protocol):
+    """Attention within documents; q [batch, seq, heads, head_dim], k and v [batch, seq, kv_heads, head_dim]."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The output [batch, seq, heads, head_dim]."""
+        ...
+
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The output, and the log-sum-exp of the scores [batch, seq, heads] float32; both differentiable."""
+        ...
+
+
+class UnrolledAttend:
+    """The trainer's `attend` (heads/base.py) for one batch; call it once per layer and step, in step order.
+
+    Keys and values of earlier steps keep their graph: gradients flow through the whole unrolling.
+    """
+
+    def __init__(self, document_ids: Tensor, backend: AttentionBackend) -> None:
+        """`document_ids` [batch, seq]; `flex` needs CUDA."""
+        self._causal: CausalAttention = _Flex(document_ids) if backend == "flex" else _Dense(document_ids)
+        self._history: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        history = self._history.setdefault(layer, [])
+        history.append((k, v))
+        first_k, first_v = history[0]
+        if len(history) == 1:
+            return self._causal(q, first_k, first_v)
+        out, lse = self._causal.with_lse(q, first_k, first_v)
+        own = [tensor for pair in history[1:] for tensor in pair]
+        return _recomputed(_add_own_columns, q.shape[1], q, out, lse, *own)
+
+
+def choose_backend(wanted: Literal["auto", "dense", "flex"], device: torch.device) -> AttentionBackend:
+    """`auto` is flex on CUDA and dense elsewhere."""
+    if wanted == "flex" and device.type != "cuda":
+        raise ValueError(
+            f"objective.attention=flex needs a CUDA device, found {device.type}; set it to auto or dense there"
+        )
+    if wanted == "auto":
+        return "flex" if device.type == "cuda" else "dense"
+    return wanted
+
+
+def _add_own_columns(q: Tensor, out: Tensor, lse: Tensor, *own: Tensor) -> Tensor:
+    kv_heads = own[0].shape[2]
+    grouped = q.unflatten(2, (kv_heads, -1)).float()  # [batch, seq, kv_heads, group, head_dim]
+    scale = q.shape[-1] ** -0.5
+    scores = [(grouped * k.float().unsqueeze(3)).sum(-1).flatten(2) * scale for k in own[::2]]
+    shares = torch.stack([lse, *scores], dim=-1).softmax(dim=-1)  # [batch, seq, heads, 1 + steps]
+    mixed = out.float() * shares[..., :1]
+    for i, v in enumerate(own[1::2], start=1):
+        share = shares[..., i].unflatten(2, (kv_heads, -1)).unsqueeze(-1)
+        mixed = mixed + (share * v.float().unsqueeze(3)).flatten(2, 3)
+    return mixed.to(q.dtype)
+
+
+def _recomputed(function: Callable[..., Any], seq: int, *inputs: Tensor) -> Any:
+    """Runs `function` keeping only its inputs for the backward pass; short rows are not worth the second run."""
+    if seq <= QUERY_BLOCK or not torch.is_grad_enabled():
+        return function(*inputs)
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+class _Dense:
+    def __init__(self, document_ids: Tensor) -> None:
+        seq = document_ids.shape[1]
+        causal = torch.ones(seq, seq, dtype=torch.bool, device=document_ids.device).tril()
+        self._mask = causal & (document_ids.unsqueeze(-1) == document_ids.unsqueeze(-2))  # [batch, query, key]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = scaled_dot_product_attention(q, k, v, attn_mask=self._mask.unsqueeze(1), enable_gqa=True)
+        return out.transpose(1, 2)
+
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        outs, lses = [], []
+        for start in range(0, q.shape[1], QUERY_BLOCK):
+            end = min(start + QUERY_BLOCK, q.shape[1])
+            block = partial(_dense_block, mask=self._mask[:, start:end, :end])
+            out, lse = _recomputed(block, q.shape[1], q[:, start:end], k[:, :end], v[:, :end])
+            outs.append(out)
+            lses.append(lse)
+        return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+
+
+def _dense_block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    rows, group = q.shape[1], q.shape[2] // k.shape[2]
+    folded = (
+        q.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    )  # [batch, kv_heads, group * rows, head_dim]
+    scores = (folded @ k.permute(0, 2, 3, 1)).float() * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~mask.repeat(1, group, 1).unsqueeze(1), -torch.inf)
+    lse = scores.logsumexp(dim=-1)
+    out = (scores - lse.unsqueeze(-1)).exp().to(v.dtype) @ v.transpose(1, 2)
+    out = out.unflatten(2, (group, rows)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return out, lse.unflatten(2, (group, rows)).permute(0, 3, 1, 2).flatten(2, 3)
+
+
+class _Flex:
+    def __init__(self, document_ids: Tensor) -> None:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        def sees(b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) & (document_ids[b, query] == document_ids[b, key])
+
+        batch, seq = document_ids.shape
+        self._mask = create_block_mask(sees, batch, None, seq, seq, device=str(document_ids.device))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.with_lse(q, k, v)[0]
+
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        from torch.nn.attention.flex_attention import AuxRequest
+
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, aux = _compiled_flex()(q, k, v, block_mask=self._mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+        return out.transpose(1, 2), aux.lse.transpose(1, 2)
+
+
+@cache
+def _compiled_flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
