@@ -57,7 +57,7 @@ def make_optimizer(head: DraftHead, settings: OptimizerSettings) -> torch.optim.
         {"params": [p for _, p in trainable if p.dim() <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, foreach=False)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
 
 
 class Stepper:
@@ -138,7 +138,7 @@ class Stepper:
             engine: Any = self.accelerator.deepspeed_engine_wrapped
             norm = engine.get_global_grad_norm()
             return torch.tensor(float("nan") if norm is None else float(norm))
-        norm = nn.utils.clip_grad_norm_(self.module.head.parameters(), self.settings.clip_norm, foreach=False)
+        norm = nn.utils.clip_grad_norm_(self.module.head.parameters(), self.settings.clip_norm)
         # the summed gradient is the same everywhere, so every process decides alike
         if not torch.isfinite(norm):
             self.optimizer.zero_grad()

@@ -60,6 +60,8 @@ def test_the_folder_loads_strictly_and_records_where_it_came_from(trained: Path,
     assert record["draft_vocabulary"]["size"] == 64 and 0 < record["draft_vocabulary"]["coverage"] <= 1
     assert record["metrics"]["validation"]["acceptance_length"] >= 1
     assert {"spectrain", "torch", "transformers"} <= record["versions"].keys()
+    # the context a head was trained on is not the context it serves
+    assert json.loads((trained / "config.json").read_text())["max_position_embeddings"] == 64
     assert load_file(trained / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
     text = (trained / "config.json").read_text() + (trained / "spectrain.json").read_text()
     assert str(shards.parent) not in text and str(trained.parent) not in text and str(Path.home()) + "/" not in text
@@ -317,3 +319,20 @@ def test_shards_of_another_target_are_refused(shards: Path, tmp_path: Path) -> N
     changed = write_shards(tmp_path / "changed", (9, 12), changes={"vocab_size": 98})
     with pytest.raises(ShardError, match="vocab_size must be 97"):
         run(changed, tmp_path / "out")
+
+
+def test_a_head_from_the_users_own_package_is_named_in_the_recipe(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ownhead.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head\n"
+        "class OwnHead(Eagle3Head):\n    pass\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
+        "class OwnConfig(Eagle3Config):\n    network = 'ownhead:OwnHead'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    run(shards, tmp_path / "out", "head.config=ownhead:OwnConfig", "stopping.max_steps=1")
+    with pytest.raises(HeadError, match="--allow-package ownhead"):
+        load_head(tmp_path / "out")
+    assert type(load_head(tmp_path / "out", allowed_packages=["ownhead"]).head).__name__ == "OwnHead"
