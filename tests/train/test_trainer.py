@@ -20,6 +20,8 @@ from spectrain.train import evaluation, trainer
 from spectrain.train.checkpoint import CheckpointFolder
 from spectrain.train.evaluation import Evaluation, Validator
 from spectrain.train.log import read_metrics
+from spectrain.train.schedule import learning_rate
+from spectrain.train.settings import OptimizerSettings
 from spectrain.train.step import Stepper
 from spectrain.train.trainer import FrozenParameterWarning, TrainingError
 from spectrain.train.vocabulary import VocabularyError
@@ -117,7 +119,10 @@ def test_rates_depend_on_optimizer_steps_alone(shards: Path, tmp_path: Path) -> 
         lines = read_metrics(out / "run")
         curves.append([(line["kind"], line["step"], line.get("lr")) for line in lines])
     assert curves[0] == curves[1]
-    assert curves[0][-2][2] == pytest.approx(0.0)
+    rates = [rate for kind, _, rate in curves[0] if kind == "train"]
+    settings = OptimizerSettings(lr=3e-3)
+    assert rates == [learning_rate(settings, step, len(rates)) for step in range(len(rates))]
+    assert rates[-1] == pytest.approx(0.0)
 
 
 def test_two_documents_together_equal_two_accumulated(tmp_path: Path) -> None:
@@ -142,6 +147,7 @@ def test_a_document_without_supervision_changes_nothing_but_the_count(tmp_path: 
     with_it = write_shards(tmp_path / "with", model=model, documents=documents)
     report = run(with_it, tmp_path / "out", *constant)
     assert (report.result.step, report.result.skipped) == (8, 4)
+    assert [line["step"] for line in read_metrics(tmp_path / "out/run")] == list(range(1, 9))
     order = [line["loss"] for line in read_metrics(tmp_path / "out/run")]
     assert len(order) == 8 and all(loss is not None for loss in order)
     head = load_file(tmp_path / "out/run/checkpoints/step-00000008/head.safetensors")
@@ -257,18 +263,18 @@ def test_a_norm_that_does_not_move_is_named(shards: Path, tmp_path: Path, monkey
 
 
 def test_bfloat16_compute_moves_masters_as_float32_does(shards: Path, tmp_path: Path) -> None:
-    """A step of 6e-4 is below half a unit of bfloat16 at 1.0; float32 masters take it all the same."""
+    """A step of 2e-3 is below half a unit of bfloat16 at 1.0; float32 masters take it all the same."""
     from spectrain.recipes.loader import load_recipe
     from spectrain.tests.train.runs import SMALL
     from spectrain.train.run import FitRequest, fit
 
     moved = {}
     for dtype in ("float32", "bfloat16"):
-        changes = ("optimizer.lr=6e-4", "optimizer.schedule=constant", "stopping.epochs=40", "stopping.max_steps=30")
-        recipe = load_recipe("eagle3", [*SMALL, *changes, "stopping.eval_every=30", "stopping.save_every=30"])
+        changes = ("optimizer.lr=2e-3", "optimizer.schedule=constant", "stopping.epochs=20", "stopping.max_steps=12")
+        recipe = load_recipe("eagle3", [*SMALL, *changes, "stopping.eval_every=12", "stopping.save_every=12"])
         out = tmp_path / dtype
         fit(FitRequest(recipe=recipe, shards=(shards,), out=out, device="cpu", dtype=dtype), Recorder())
-        masters = load_file(out / "run/checkpoints/step-00000030/head.safetensors")
+        masters = load_file(out / "run/checkpoints/step-00000012/head.safetensors")
         norms = [t - 1 for name, t in masters.items() if name.endswith("norm.weight")]
         moved[dtype] = float(torch.stack([n.norm() for n in norms]).norm())
     assert moved["float32"] > 0.005
