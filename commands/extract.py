@@ -70,6 +70,7 @@ def extract(
     workers.wait()
     target = Target.load(model, device=chosen, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
     layer_ids = asked.resolve(target.facts)
+    target.capture(layer_ids)  # a wrong id is refused before the data is read
     length = _row_length(target, max_length)
     notes: dict[str, Any] = {} if recipe is None else {"recipes": recipe}
     if generate is not None:
@@ -222,7 +223,7 @@ def _write_text(
     with _Bar(console, None, "writing text") as bar:
         written = writer.write(chunks[workers.rank :: workers.world_size], bar.computed)
     workers.wait()
-    console.print(f"{len(prompts)} answers in {folder} ({written} of {len(chunks)} files written now)")
+    console.print(f"{len(prompts)} answers in {folder} ({written} of {len(chunks)} files written now)", soft_wrap=True)
     return [path for path, _ in chunks]
 
 
@@ -277,12 +278,13 @@ def _announce(extraction: Extraction, plan: Plan, console: Console) -> None:
         f"(layers {layers}, {str(extraction.target.dtype).removeprefix('torch.')}) = {need.total / 1e6:,.1f} MB in "
         f"{len(plan.shards)} shards",
         highlight=False,
+        soft_wrap=True,
     )
 
 
 def _print_counts(counts: RowCounts, console: Console, what: str) -> None:
     for line in counts.lines():
-        console.print(line.replace(" rows:", f" {what}:", 1), highlight=False, markup=False)
+        console.print(line.replace(" rows:", f" {what}:", 1), highlight=False, markup=False, soft_wrap=True)
 
 
 def _summarise(manifest: Manifest, written: int, out: Path, workers: Workers, console: Console) -> None:
@@ -293,4 +295,5 @@ def _summarise(manifest: Manifest, written: int, out: Path, workers: Workers, co
         f"{manifest.tokens:,} tokens, {manifest.supervised_tokens:,} supervised",
         highlight=False,
         markup=False,
+        soft_wrap=True,
     )
