@@ -27,12 +27,16 @@ COMMANDS = {
 }
 
 
+SEVERAL = frozenset({"--prompts", "--data", "--shards", "--set"})
+"""Options that take one or more values."""
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs one command and exits: 0 done, 2 wrong input (one line on stderr), 130 interrupted.
 
     Faults of our own keep their traceback.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = spread(sys.argv[1:] if arguments is None else arguments)
     try:
         build_app(_invoked(arguments))(arguments, prog_name="spectrain")
     except KeyboardInterrupt:
@@ -43,6 +47,23 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         print("spectrain: error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
     sys.exit(0)
+
+
+def spread(arguments: Sequence[str]) -> list[str]:
+    """Repeats an option that takes several values: `--prompts a b` becomes `--prompts a --prompts b`.
+
+    So that `--prompts sets/*.jsonl` works; commands have no positional arguments that could be meant instead.
+    """
+    out: list[str] = []
+    option, filled = "", False
+    for argument in arguments:
+        if argument.startswith("-"):
+            option, filled = argument if argument in SEVERAL else "", False
+        elif option:
+            out += [option] if filled else []
+            filled = True
+        out.append(argument)
+    return out
 
 
 def build_app(invoked: str | None) -> typer.Typer:

@@ -62,7 +62,7 @@ def load_head(
     allowed_packages: Collection[str] = (),
 ) -> LoadedHead:
     """Reads a head folder; raises HeadError naming the file, tensor or key that is wrong."""
-    record = _read_record(folder)
+    record = read_record(folder)
     config_class = resolve(record["config_class"], allowed_packages)
     if not (isinstance(config_class, type) and issubclass(config_class, HeadConfig)):
         raise HeadError(f"{record['config_class']!r} in {folder / 'spectrain.json'} is not a HeadConfig")
@@ -75,7 +75,8 @@ def load_head(
     return LoadedHead(head.to(device=device, dtype=dtype), record)
 
 
-def _read_record(folder: Path) -> dict[str, Any]:
+def read_record(folder: Path) -> dict[str, Any]:
+    """`spectrain.json` of a head folder; raises HeadError where there is none of this version."""
     path = folder / "spectrain.json"
     if not folder.is_dir():
         raise HeadError(f"expected a head folder written by `spectrain fit`, found no folder at {folder}")

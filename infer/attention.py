@@ -38,9 +38,7 @@ PASSIVE_KEYWORDS = frozenset(
         "use_cache",
     }
 )
-"""Keywords that say nothing about what a row attends to; `scaling`, `softcap`, `s_aux` and `sliding_window` are honoured
-and anything else refuses the target when it is probed.
-"""
+"""Keywords that say nothing about what a row attends to; beside the honoured ones anything else refuses the target."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The load-time parity check: packed requests on our cache give what each gives alone in the library's own attention."""
+"""The load-time parity check: packed requests on our cache give what each gives alone in the library's attention."""
 
 from collections.abc import Callable, Sequence
 

@@ -17,11 +17,7 @@ class ScheduledRequest(NamedTuple):
     start: int
     num_tokens: int
     num_drafts: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether the rows reach the newest known token, so that a next token can be sampled."""
-        return self.start + self.num_tokens == len(self.request.token_ids) + self.num_drafts
+    samples: bool  # whether the rows reach the newest known token, so that a next token can be sampled
 
 
 class Scheduler:
@@ -71,7 +67,8 @@ class Scheduler:
     def _rows(self, request: Request, budget: int) -> ScheduledRequest:
         pending = len(request.token_ids) - request.num_computed
         num_drafts = min(len(request.drafts), budget - 1) if pending == 1 else 0
-        return ScheduledRequest(request, request.num_computed, min(pending, budget) + num_drafts, num_drafts)
+        num_tokens = min(pending, budget) + num_drafts
+        return ScheduledRequest(request, request.num_computed, num_tokens, num_drafts, samples=pending <= budget)
 
     def _make_room(self, request: Request, budget: int, preempted: list[Request]) -> ScheduledRequest | None:
         """Rows whose blocks are taken; None if the request itself had to give way."""

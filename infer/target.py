@@ -1,7 +1,7 @@
 """The target: a transformers model run on one packed row of tokens from many requests, on our own paged cache.
 
-The only code of the project that runs the target model; extraction and the engine both call it. It holds no scheduler, no
-sampling and no transformers cache.
+The only code of the project that runs the target model; extraction and the engine both call it. It holds no scheduler,
+no sampling and no transformers cache.
 """
 
 from collections.abc import Iterable
@@ -48,11 +48,13 @@ class Target:
         self.layer_ids: tuple[int, ...] = ()
         self._step = StepState()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._leave_other_target()
         pin_rope(model, self.max_length)
         documents = self._documents(facts.vocab_size)
+        if self.config._attn_implementation == PAGED:
+            model.set_attn_implementation("eager")
         self._attention = probe_attention(model, documents[1], self.num_layers, self.max_length)
         self._layers = find_layers(model, tuple(layer.path for layer in self._attention))
+        model.set_attn_implementation("eager")  # others drop arguments: sdpa knows no softcap in transformers 5.17
         traces = [trace_forward(model, self._layers, document) for document in documents]
         self.vocab_size = traces[0].logits.shape[-1]
         self.facts = loading.with_vocab(facts, self.vocab_size)
@@ -74,10 +76,10 @@ class Target:
         trust_remote_code: bool = False,
     ) -> Self:
         """Loads and probes a local folder or a hub id; raises TargetError with one line for what cannot be used."""
-        loaded = loading.load_model(model, dtype, revision, trust_remote_code)
+        loaded = loading.load_model(model, torch.device(device), dtype, revision, trust_remote_code)
         tokenizer = loading.load_tokenizer(model, revision, trust_remote_code)
-        name = Path(model).name if Path(model).is_dir() else str(model)
-        return cls(loaded.to(torch.device(device)), tokenizer, name=name, max_length=max_length)
+        name = Path(model).resolve().name if Path(model).is_dir() else str(model)
+        return cls(loaded, tokenizer, name=name, max_length=max_length)
 
     @classmethod
     def from_model(
@@ -109,8 +111,8 @@ class Target:
         wrong = [i for i in ids if not 0 <= i <= self.num_layers]
         if wrong:
             raise TargetError(
-                f"layer ids must lie between 0 (embeddings) and {self.num_layers} (after the last layer) for {self.name}, "
-                f"found {', '.join(map(str, wrong))}; change the asked layers"
+                f"layer ids must lie between 0 (embeddings) and {self.num_layers} (after the last layer) for "
+                f"{self.name}, found {', '.join(map(str, wrong))}; change the asked layers"
             )
         if ids and self._streams is not None:
             raise TargetError(
@@ -171,10 +173,6 @@ class Target:
             lambda module, args, kwargs: keep(first_tensor(args, kwargs)), with_kwargs=True
         )
 
-    def _leave_other_target(self) -> None:
-        if self.config._attn_implementation == PAGED:
-            self.model.set_attn_implementation("eager")
-
     def _take_over(self) -> None:
         register()
         self.model.set_attn_implementation(PAGED)
@@ -190,8 +188,8 @@ class Target:
     def _trace_tensors(self, trace: Trace, document: Tensor) -> TargetTensors | TargetError:
         if self._streams is not None:
             return TargetError(
-                f"{self.name} is refused for draft heads: it keeps several residual streams ({self._streams}), expected "
-                f"[1, tokens, {self.hidden_size}]; use another target"
+                f"{self.name} is refused for draft heads: it keeps several residual streams ({self._streams}), "
+                f"expected [1, tokens, {self.hidden_size}]; use another target"
             )
         try:
             return trace_tensors(self.model, trace, document, self.hidden_size)

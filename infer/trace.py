@@ -1,7 +1,7 @@
 """Finds a target's embeddings, final norm, output head and logit transform by tracing one forward.
 
-Names and config keys lie (a scaling key divides in one family and multiplies in another; a norm may store w or 1 + w), so
-each part is found by which tensor it receives and measured by what it does to known inputs.
+Names and config keys lie (a scaling key divides in one family and multiplies in another; a norm may store w or 1 + w),
+so each part is found by which tensor it receives and measured by what it does to known inputs.
 """
 
 import copy
@@ -90,31 +90,32 @@ def _recorder(path: str, uses: list[tuple[str, nn.Module, Tensor, Any]]) -> Any:
 
 
 def trace_tensors(model: PreTrainedModel, trace: Trace, token_ids: Tensor, hidden_size: int) -> TargetTensors:
-    """The target's head as a record, verified against the traced logits; TargetError where a record cannot express it."""
+    """The target's head as a record verified against the traced logits; TargetError where no record can express it."""
     name = type(model).__name__
     head = _find_head(model, trace)
     embedding = _find_embedding(model, trace, token_ids)
-    embed_tokens, lm_head = embedding.weight.detach(), head.weight.detach()
+    embed_tokens, lm_head = embedding.get_parameter("weight").detach(), head.get_parameter("weight").detach()
     if embed_tokens.shape[1] != hidden_size or lm_head.shape[1] != hidden_size:
         raise TargetError(
             f"{name} is refused for draft heads: embeddings are {embed_tokens.shape[1]} and the output head "
-            f"{lm_head.shape[1]} wide where states are {hidden_size} wide (a projection stands between); use another target"
+            f"{lm_head.shape[1]} wide where states are {hidden_size} wide (a projection stands between); "
+            f"use another target"
         )
     state = trace.last_state
     norms = [(path, m, out) for path, m, first, out in trace.uses if first is state and isinstance(out, Tensor)]
     head_input = next(first for _, module, first, _ in trace.uses if module is head)
     if norms:
         path, module, normed = norms[0]
-        norm = measure_norm(f"{name}'s {path}", module, hidden_size)
+        norm = measure_norm(f"{name}'s {path}", module, hidden_size, state.device)
     else:
         normed, norm = state, FinalNorm("none", None, None, 0.0)
     input_scale = _ratio(head_input, normed)
     bias = getattr(head, "bias", None)
     if input_scale is None or (bias is not None and input_scale != 1.0):
-        between = [p for p, _, first, _ in trace.uses if first.shape == normed.shape and torch.equal(first, normed)]
+        same = (path for path, _, x, _ in trace.uses if x.shape == normed.shape and torch.equal(x, normed))
         raise TargetError(
-            f"{name} is refused for draft heads: {between[0] if between else 'a transform'} stands between the final norm and the output head, which "
-            f"a norm, one matrix and a scale cannot express; use another target"
+            f"{name} is refused for draft heads: {next(same, 'a transform')} stands between the final norm and the "
+            f"output head, which a norm, one matrix and a scale cannot express; use another target"
         )
     scale, softcap = measure_logit_transform(model, head, token_ids)
     tensors = TargetTensors(
@@ -156,8 +157,8 @@ def _find_embedding(model: PreTrainedModel, trace: Trace, token_ids: Tensor) -> 
         ):
             return module
     raise TargetError(
-        f"{type(model).__name__} is refused for draft heads: no embedding table was called with the token ids; use another "
-        f"target"
+        f"{type(model).__name__} is refused for draft heads: no embedding table was called with the token ids; use "
+        f"another target"
     )
 
 
@@ -174,10 +175,9 @@ def _ratio(scaled: Tensor, base: Tensor) -> float | None:
 
 
 @torch.no_grad()
-def measure_norm(name: str, module: nn.Module, hidden_size: int) -> FinalNorm:
+def measure_norm(name: str, module: nn.Module, hidden_size: int, device: torch.device) -> FinalNorm:
     """Kind, effective weight, bias and eps of a norm module, from its outputs on known inputs in float32."""
     norm = copy.deepcopy(module).float()
-    device = next((p.device for p in norm.parameters()), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(8, hidden_size, generator=generator).to(device)
     signs = torch.where(random[:1] < 0, -1.0, 1.0)
@@ -199,7 +199,8 @@ def measure_norm(name: str, module: nn.Module, hidden_size: int) -> FinalNorm:
         expected = norm(inputs)
         if not torch.allclose(measured(inputs), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())):
             raise TargetError(
-                f"{name} is refused for draft heads: the final norm is neither an RMS nor a layer norm; use another target"
+                f"{name} is refused for draft heads: the final norm is neither an RMS nor a layer norm; use "
+                f"another target"
             )
     return measured
 
@@ -230,8 +231,8 @@ def measure_logit_transform(model: PreTrainedModel, head: nn.Module, token_ids: 
     expected = scale * ramp if softcap is None else softcap * torch.tanh(scale * ramp / softcap)
     if logits.shape != expected.shape or not torch.allclose(logits, expected, rtol=1e-4, atol=1e-6):
         raise TargetError(
-            f"{type(model).__name__} is refused for draft heads: what it does to its head's output is neither a scale nor "
-            f"a softcap; use another target"
+            f"{type(model).__name__} is refused for draft heads: what it does to its head's output is neither a scale "
+            f"nor a softcap; use another target"
         )
     return scale, softcap
 
@@ -242,10 +243,10 @@ def _snap(value: float) -> float:
 
 
 def _verify(name: str, tensors: TargetTensors, states: Tensor, logits: Tensor) -> None:
-    error = (tensors.logits(states) - logits).abs().max().item()
-    bound = 16 * torch.finfo(states.dtype).eps * max(1.0, logits.abs().max().item()) * states.shape[-1] ** 0.5
+    errors = (tensors.logits(states) - logits).norm(dim=-1) / logits.norm(dim=-1).clamp(min=1e-6)
+    error, bound = errors.max().item(), 8 * torch.finfo(states.dtype).eps + 1e-5
     if not error <= bound:
         raise TargetError(
             f"{name} is refused for draft heads: its logits rebuilt from norm, head, scale and softcap are off by "
-            f"{error:.3g}, expected at most {bound:.3g}; use another target"
+            f"{error:.2g} of their size, expected at most {bound:.2g}; use another target"
         )

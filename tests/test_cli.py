@@ -14,7 +14,7 @@ HEAVY = ("torch", "transformers", "accelerate", "numpy", "matplotlib", "datasets
 
 
 def run(*arguments: str, probe: str = "") -> subprocess.CompletedProcess[str]:
-    code = f"import sys; from spectrain.cli import main\ntry:\n    main({list(arguments)!r})\nfinally:\n    {probe or 'pass'}"
+    code = f"import sys\nfrom spectrain.cli import main\ntry:\n main({arguments!r})\nfinally:\n {probe or 'pass'}"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
@@ -71,7 +71,7 @@ def test_error_for_the_user_is_one_line_and_code_2(command, capsys: pytest.Captu
 
 
 def test_missing_file_is_one_line_and_code_2(command, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    command(lambda: open(tmp_path / "absent.jsonl"))
+    command(lambda: print((tmp_path / "absent.jsonl").read_text()))
     assert exit_code("doctor") == 2
     error = capsys.readouterr().err
     assert error.startswith("spectrain: error:") and "absent.jsonl" in error and error.count("\n") == 1

@@ -1,0 +1,356 @@
+"""`spectrain eval`: a draft head, or plain decoding, measured on prompts and checked for losslessness."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+import typer
+
+from .options import Device, Dtype, MaxLength, Model, Overwrite, Seed
+
+if TYPE_CHECKING:
+    from ..heads.folder import LoadedHead
+    from ..infer.engine import Engine
+    from ..infer.evaluate import BuildEngine, Measured, Progress
+    from ..infer.prompts import Prompt
+    from ..infer.proposers.base import Proposer
+    from ..infer.report import MethodResult
+    from ..infer.sampling import SamplingParams
+    from ..infer.target import Target
+
+PLAIN = "none"
+DEFAULT_NUM_DRAFT_TOKENS = 3
+FILES = ("report.json", "report.html", "outputs.jsonl")
+
+
+class EvalError(ValueError):
+    """An option of eval that does not fit; the message says what would."""
+
+
+class Options(NamedTuple):
+    """Everything `spectrain eval` was asked, as it is saved in the report."""
+
+    model: str
+    prompts: list[Path]
+    head: Path | None = None
+    method: str | None = None
+    num_draft_tokens: int | None = None
+    draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    max_new_tokens: int = 256
+    max_length: int | None = None
+    limit: int | None = None
+    batch_size: int = 1
+    num_blocks: int | None = None
+    raw: bool = False
+    all_turns: bool = False
+    ignore_eos: bool = False
+    device: str = "auto"
+    dtype: str = "auto"
+    out: Path = Path("eval")
+    overwrite: bool = False
+    allow_package: list[str] | None = None
+
+
+Head = Annotated[Path | None, typer.Option(help="Head folder written by `spectrain fit`.")]
+Prompts = Annotated[list[Path], typer.Option(help="JSONL files of prompts; one result a file.")]
+Method = Annotated[str | None, typer.Option(help="`none` for plain decoding; otherwise the head's own.")]
+NumDraftTokens = Annotated[int | None, typer.Option(help="Draft tokens a step; the head's own default otherwise.")]
+DraftSampling = Annotated[Literal["greedy", "probabilistic"], typer.Option(help="How drafts are drawn.")]
+Temperature = Annotated[float, typer.Option(help="0 decodes greedily.")]
+TopK = Annotated[int, typer.Option(help="0 keeps every token.")]
+TopP = Annotated[float, typer.Option(help="1 keeps every token.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate a prompt.")]
+Limit = Annotated[int | None, typer.Option(help="Prompts a file.")]
+BatchSize = Annotated[int, typer.Option(help="Requests decoded together.")]
+NumBlocks = Annotated[int | None, typer.Option(help="Cache blocks of 16 tokens; what the prompts need otherwise.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Skip the chat template.")]
+AllTurns = Annotated[bool, typer.Option("--all-turns", help="Every turn of a `turns` row as a prompt of its own.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Generate past end tokens.")]
+Out = Annotated[Path, typer.Option(help="Folder for report.json, report.html and outputs.jsonl.")]
+AllowPackage = Annotated[list[str] | None, typer.Option(help="A package a head of yours may import its classes from.")]
+
+
+def evaluate(
+    model: Model,
+    prompts: Prompts,
+    head: Head = None,
+    method: Method = None,
+    num_draft_tokens: NumDraftTokens = None,
+    draft_sampling: DraftSampling = "greedy",
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    max_new_tokens: MaxNewTokens = 256,
+    max_length: MaxLength = None,
+    limit: Limit = None,
+    batch_size: BatchSize = 1,
+    num_blocks: NumBlocks = None,
+    raw: Raw = False,
+    all_turns: AllTurns = False,
+    ignore_eos: IgnoreEos = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    out: Out = Path("eval"),
+    overwrite: Overwrite = False,
+    allow_package: AllowPackage = None,
+) -> None:
+    """Decodes prompts plainly and with the head, through the same engine; reports speed and whether outputs agree.
+
+    Exit code 1 if drafting changed the output.
+    """
+    results = run(Options(**locals()))
+    if not all(result.lossless.passed for result in results):
+        sys.exit(1)
+
+
+def run(options: Options) -> "list[MethodResult]":
+    """Measures every prompt file, writes the report folder and prints the table."""
+    method = _method(options)
+    _check_out(options)
+    params = _params(options)
+    from ..infer.report import print_table
+    from ..infer.target import Target
+    from .devices import device_of, dtype_of
+
+    device = device_of(options.device)
+    target = Target.load(
+        options.model, device=device, dtype=dtype_of(options.dtype, device), max_length=options.max_length
+    )
+    prompt_sets = {path.name.split(".")[0]: _read_prompts(path, target, options) for path in options.prompts}
+    loaded = None if method == PLAIN else _load_head(options, target)
+    k = 0 if loaded is None else _num_draft_tokens(options, loaded.record)
+    _check_lengths(prompt_sets, k, target)
+    measured = []
+    for name, prompts in prompt_sets.items():
+        build = _builder(options, target, loaded, prompts)
+        with _progress(len(prompts)) as progress:
+            measured.append(_measure(method, name, prompts, params, k, options, target, build, progress))
+    results = [m.result for m in measured]
+    _write(options, k, target, measured)
+    print_table(results)
+    print(f"report: {options.out / 'report.html'}")
+    return results
+
+
+def _measure(
+    method: str,
+    name: str,
+    prompts: "Sequence[Prompt]",
+    params: "SamplingParams",
+    k: int,
+    options: Options,
+    target: "Target",
+    build: "BuildEngine",
+    progress: "Progress",
+) -> "Measured":
+    from dataclasses import replace
+
+    from ..infer.evaluate import Evaluation, evaluate
+
+    work = Evaluation(
+        method=method,
+        prompt_set=name,
+        prompts=[p.token_ids for p in prompts],
+        params=[replace(params, seed=options.seed + p.index) for p in prompts],
+        num_draft_tokens=k,
+        batch_size=options.batch_size,
+        dtype=target.dtype,
+        seed=options.seed,
+    )
+    return evaluate(work, build, progress)
+
+
+def _method(options: Options) -> str:
+    """The method's name, from the head where one is given."""
+    if options.head is None:
+        if options.method == PLAIN:
+            return PLAIN
+        wanted = "" if options.method is None else f" for --method {options.method}"
+        raise EvalError(
+            f"expected a draft head{wanted}, found no --head; give --head DIR written by `spectrain fit`, or "
+            f"--method none to measure plain decoding"
+        )
+    if options.method == PLAIN:
+        return PLAIN
+    from ..heads.folder import read_record
+    from ..heads.resolve import resolve
+
+    config = resolve(read_record(options.head)["config_class"], options.allow_package or ())
+    method = config.proposer.split(":")[0].split(".")[-1]
+    if options.method not in (None, method):
+        raise EvalError(f"{options.head} is a head for {method}, found --method {options.method}; drop --method")
+    return method
+
+
+def _check_out(options: Options) -> None:
+    present = [name for name in FILES if (options.out / name).exists()]
+    if present and not options.overwrite:
+        raise EvalError(f"{options.out} already holds {present[0]}; pass --overwrite or another --out")
+
+
+def _params(options: Options) -> "SamplingParams":
+    from ..infer.sampling import SamplingParams
+
+    if options.batch_size < 1:
+        raise EvalError(f"--batch-size must be at least 1, found {options.batch_size}")
+    return SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        max_tokens=options.max_new_tokens,
+        ignore_eos=options.ignore_eos,
+    )
+
+
+def _read_prompts(path: Path, target: "Target", options: Options) -> "list[Prompt]":
+    from ..infer.prompts import load_prompts
+
+    if target.tokenizer is None:
+        raise EvalError(f"prompts need a tokenizer, found none beside {options.model}; copy it into the model's folder")
+    return load_prompts([path], target.tokenizer, raw=options.raw, all_turns=options.all_turns, limit=options.limit)
+
+
+def _load_head(options: Options, target: "Target") -> "LoadedHead":
+    from ..heads.folder import load_head
+
+    assert options.head is not None
+    loaded = load_head(
+        options.head, device=target.device, dtype=target.dtype, allowed_packages=options.allow_package or ()
+    )
+    made, found = loaded.head.config.target, target.facts
+    for name in ("hidden_size", "num_layers", "vocab_size"):
+        if getattr(made, name) != getattr(found, name):
+            raise EvalError(
+                f"{options.head} was trained for a target of {name} {getattr(made, name)}, {options.model} has "
+                f"{getattr(found, name)}; give the target it was trained for"
+            )
+    _warn_of_other_rendering(loaded.record, target, options)
+    return loaded
+
+
+def _warn_of_other_rendering(record: Mapping[str, Any], target: "Target", options: Options) -> None:
+    """A head trained on another chat template or tokenizer drafts badly, and nothing else would say why."""
+    from ..infer.prompts import template_hash, tokenizer_hash
+
+    for name, compute in (("template_hash", template_hash), ("tokenizer_hash", tokenizer_hash)):
+        trained, here = record.get(name), compute(target.tokenizer)
+        if trained not in (None, here):
+            what = name.removesuffix("_hash").replace("template", "chat template")
+            print(
+                f"spectrain: warning: the {what} of {options.head} ({trained[:12]}) is not that of {options.model} "
+                f"({here[:12]}); acceptance will suffer",
+                file=sys.stderr,
+            )
+
+
+def _num_draft_tokens(options: Options, record: Mapping[str, Any]) -> int:
+    own = record.get("recipe", {}).get("serving", {}).get("num_draft_tokens", DEFAULT_NUM_DRAFT_TOKENS)
+    k = own if options.num_draft_tokens is None else options.num_draft_tokens
+    if k < 1:
+        raise EvalError(f"--num-draft-tokens must be at least 1, found {k}; use --method none for plain decoding")
+    return k
+
+
+def _check_lengths(prompt_sets: "Mapping[str, Sequence[Prompt]]", k: int, target: "Target") -> None:
+    if k >= target.max_length:
+        raise EvalError(
+            f"drafts must be shorter than the context of {target.max_length} tokens, found --num-draft-tokens {k}; "
+            f"lower it or raise --max-length"
+        )
+    for prompt in (prompt for prompts in prompt_sets.values() for prompt in prompts):
+        if len(prompt.token_ids) >= target.max_length:
+            raise EvalError(
+                f"{prompt.source}: prompts must leave room in the context of {target.max_length} tokens, found "
+                f"{len(prompt.token_ids)}; shorten it or raise --max-length"
+            )
+
+
+def _builder(
+    options: Options, target: "Target", loaded: "LoadedHead | None", prompts: "Sequence[Prompt]"
+) -> "BuildEngine":
+    longest = max(len(p.token_ids) for p in prompts) + options.max_new_tokens
+
+    def build(num_draft_tokens: int, batch_size: int) -> "Engine":
+        from .engines import build_engine
+
+        proposer = _proposer(options, target, loaded, num_draft_tokens)
+        return build_engine(
+            target,
+            proposer,
+            num_draft_tokens=num_draft_tokens,
+            batch_size=batch_size,
+            longest=longest,
+            num_blocks=options.num_blocks,
+        )
+
+    return build
+
+
+def _proposer(options: Options, target: "Target", loaded: "LoadedHead | None", num_draft_tokens: int) -> "Proposer":
+    if loaded is None or not num_draft_tokens:
+        from ..infer.proposers.none import NoneProposer
+
+        return NoneProposer()
+    from ..heads.resolve import resolve
+
+    proposer = resolve(loaded.head.config.proposer, options.allow_package or ())
+    return proposer(loaded.head, target.tensors(), num_draft_tokens, options.draft_sampling)
+
+
+@contextmanager
+def _progress(num_prompts: int) -> "Iterator[Progress]":
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def report(phase: str, finished: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = bars.add_task(phase, total=num_prompts)
+            bars.update(tasks[phase], completed=finished)
+
+        yield report
+
+
+def _write(options: Options, k: int, target: "Target", measured: "Sequence[Measured]") -> None:
+    from ..infer.report import report_json, write_json
+    from ..infer.report_page import page
+    from .devices import environment
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    settings = {name: _plain(value) for name, value in options._asdict().items()}
+    settings |= {"num_draft_tokens": k, "device": str(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
+    results = [m.result for m in measured]
+    facts = environment(target.device)
+    write_json(options.out / "report.json", report_json(results, settings, facts))
+    (options.out / "report.html").write_text(page(results, settings, facts))
+    with open(options.out / "outputs.jsonl", "w") as file:
+        for m in measured:
+            runs = {m.result.method: m.outputs, PLAIN: m.plain_outputs}
+            for method, outputs in runs.items():
+                for index, output in enumerate(outputs):
+                    row = {
+                        "index": index,
+                        "method": method,
+                        "prompt_set": m.result.prompt_set,
+                        "prompt_token_ids": output.prompt_token_ids,
+                        "token_ids": output.token_ids,
+                        "text": target.tokenizer.decode(output.token_ids) if target.tokenizer else None,
+                    }
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON: paths by name alone, so that a shared report tells nothing of the machine."""
+    if isinstance(value, Path):
+        return value.name
+    return [_plain(item) for item in value] if isinstance(value, list) else value

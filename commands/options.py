@@ -1,0 +1,15 @@
+"""Options that several commands share, so that one word means one thing everywhere."""
+
+from typing import Annotated, Literal
+
+import typer
+
+DeviceName = str
+DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
+
+Model = Annotated[str, typer.Option(help="The target: a folder or a hub id.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")]
+Dtype = Annotated[DtypeName, typer.Option(help="Compute type; auto: bfloat16 on a GPU, float32 on a CPU.")]
+MaxLength = Annotated[int | None, typer.Option(help="Longest prompt and output together; else the target's limit.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything drawn; the same seed gives the same output.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result in the output folder.")]

@@ -1,0 +1,74 @@
+"""What the target says after given rows of one text, asked alone: the judge of the losslessness checks.
+
+It borrows blocks of an idle engine's cache and gives them back; the proposer sees none of it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .batch import PackedBatch
+from .engine import Engine, EngineError
+from .planes import slots_of
+from .sampling import SamplingParams, process_logits, row_settings
+
+
+@torch.inference_mode()
+def score_rows(engine: Engine, token_ids: Sequence[int], rows: Sequence[int]) -> Tensor:
+    """Raw target logits [len(rows), vocab] float32 after ascending `rows` of one text, by one chunked prefill.
+
+    Raises EngineError while requests are running or where the text does not fit the cache.
+    """
+    if engine.has_unfinished():
+        raise EngineError("scoring needs an idle engine, found unfinished requests; run them to the end first")
+    block_table: list[int] = []
+    if not engine.pool.grow(block_table, len(token_ids)):
+        raise EngineError(
+            f"scoring {len(token_ids)} tokens needs {engine.pool.blocks_for(len(token_ids))} blocks, the cache has "
+            f"{engine.pool.num_free} free; raise --num-blocks"
+        )
+    try:
+        chunk = engine.config.max_batch_tokens
+        parts = []
+        for start in range(0, len(token_ids), chunk):
+            end = min(start + chunk, len(token_ids))
+            wanted = [row - start for row in rows if start <= row < end]
+            batch = _one_request(engine, token_ids[start:end], start, block_table, wanted)
+            logits = engine.target.forward(batch).logits
+            if wanted:
+                parts.append(logits.float())
+        return torch.cat(parts)
+    finally:
+        engine.pool.release(block_table)
+
+
+def score_probs(engine: Engine, params: SamplingParams, token_ids: Sequence[int], rows: Sequence[int]) -> Tensor:
+    """The laws [len(rows), vocab] float32 that plain decoding with `params` draws from after `rows`."""
+    logits = score_rows(engine, token_ids, rows)
+    settings = row_settings([params], [len(rows)], [params.min_tokens], [()], logits.device)
+    return process_logits(logits, settings).softmax(-1)
+
+
+def _one_request(
+    engine: Engine, token_ids: Sequence[int], start: int, block_table: Sequence[int], wanted: Sequence[int]
+) -> PackedBatch:
+    device = engine.target.device
+    length, end = len(token_ids), start + len(token_ids)
+    positions = torch.arange(start, end)
+
+    def ids(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(device, dtype)
+
+    return PackedBatch(
+        token_ids=ids(token_ids),
+        positions=positions.to(device),
+        slot_mapping=slots_of(block_table, positions, engine.pool.block_size).to(device),
+        cu_seqlens=ids([0, length], torch.int32),
+        seq_lens=ids([end], torch.int32),
+        block_tables=ids(block_table, torch.int32)[None],
+        logits_rows=ids(wanted),
+        max_query_len=length,
+        max_seq_len=end,
+    )
