@@ -12,8 +12,8 @@ import pytest
 
 from spectrain.cli import main
 from spectrain.extract.shards import ShardSet
-from spectrain.tests.extract.conftest import PLAIN, word_tokenizer
-from spectrain.tests.extract.test_extraction import digests
+from spectrain.tests.chats import PLAIN, word_tokenizer
+from spectrain.tests.extraction_runs import digests
 from spectrain.tests.models import rand_llama
 
 

@@ -14,7 +14,7 @@ from spectrain.extract.conversations import RowCounts
 from spectrain.extract.extraction import Extraction, ExtractionSettings
 from spectrain.extract.plan import Plan
 from spectrain.infer.target import Target
-from spectrain.tests.extract.test_extraction import rows_of
+from spectrain.tests.extraction_runs import rows_of
 from spectrain.tests.models import rand_llama
 
 

@@ -1,10 +1,8 @@
 """Stored states are the target's own, and a folder is whole, refused or resumed to the same bytes."""
 
-import hashlib
 import json
 import shutil
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,44 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.extract.conversations import RowCounts
-from spectrain.extract.extraction import Extraction, ExtractionSettings, prepare_folder
+from spectrain.extract.extraction import Extraction, prepare_folder
 from spectrain.extract.manifest import ShardEntry
-from spectrain.extract.plan import ExtractionError, Plan, PlannedRow, plan_extraction
+from spectrain.extract.plan import ExtractionError, plan_extraction
 from spectrain.extract.shards import ShardError, ShardSet
 from spectrain.extract.states import StateExtractor
 from spectrain.infer.target import Target, TargetError
+from spectrain.tests.extraction_runs import LENGTHS, digests, plan_of, rows_of, settings
 from spectrain.tests.models import TARGETS, lone_forward, rand_llama
-
-LENGTHS = (3, 20, 5, 17, 4, 11, 8, 1, 16)
-
-
-def rows_of(lengths: Sequence[int], vocab_size: int = 97, seed: int = 0) -> list[PlannedRow]:
-    generator = np.random.default_rng(seed)
-    rows = []
-    for index, length in enumerate(lengths):
-        mask = generator.random(length) < 0.6
-        mask[-1] = True
-        ids = generator.integers(0, vocab_size, length).astype(np.int32)
-        rows.append(PlannedRow(10 + index, f"rows.jsonl:{index}", ids, mask))
-    return rows
-
-
-def plan_of(shards: Sequence[Sequence[PlannedRow]]) -> Plan:
-    counts = RowCounts(kept=sum(map(len, shards)))
-    return Plan(tuple(map(tuple, shards)), counts, False)
-
-
-def settings(**changes: Any) -> ExtractionSettings:
-    return ExtractionSettings(**{"layer_ids": (0, 2, 3), "batch_tokens": 24, "max_length": 63, **changes})
-
-
-def digests(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 @pytest.fixture(scope="module")

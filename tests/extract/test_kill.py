@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spectrain.tests.extract.test_extraction import digests
+from spectrain.tests.extraction_runs import digests
 
 SCRIPT = Path(__file__).with_name("killed_run.py")
 
