@@ -26,12 +26,14 @@ from ..heads.resolve import resolve
 from ..infer.prompts import Prompt, load_prompts
 from ..infer.target import Target
 from ..recipes.loader import Recipe, check_fields, load_recipe
+from .devices import device_of
+from .options import Device, Model
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def extract(
-    model: Annotated[str, typer.Option(help="The target: a local folder or a hub id.")],
+    model: Model,
     data: Annotated[list[Path], typer.Option(help="Conversations, JSONL or JSON; may be given several times.")],
     out: Annotated[Path, typer.Option(help="The shard folder to write.")],
     recipe: Annotated[str | None, typer.Option(help="Recipes whose layers are captured: NAME[,NAME].")] = None,
@@ -41,9 +43,7 @@ def extract(
     limit: Annotated[int | None, typer.Option(help="Read at most this many rows.")] = None,
     batch_tokens: Annotated[int, typer.Option(help="Tokens of one forward pass.")] = 4096,
     shard_tokens: Annotated[int, typer.Option(help="Tokens of one shard file.")] = 65536,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:N; by default a GPU where there is one.")
-    ] = None,
+    device: Device = "auto",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32, for computing and storing.")] = "bfloat16",
     resume: Annotated[bool, typer.Option("--resume", help="Go on after the last whole shard.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove an earlier extraction in --out.")] = False,
@@ -70,6 +70,7 @@ def extract(
     workers.wait()
     target = Target.load(model, device=chosen, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
     layer_ids = asked.resolve(target.facts)
+    target.capture(layer_ids)  # a wrong id is refused before the data is read
     length = _row_length(target, max_length)
     notes: dict[str, Any] = {} if recipe is None else {"recipes": recipe}
     if generate is not None:
@@ -134,7 +135,7 @@ def _head_config(recipe: Recipe, facts: TargetFacts) -> HeadConfig:
         raise ExtractionError(f"recipe {recipe.name} must name its head.config as module:Class, found {path!r}; add it")
     # the user named the package by choosing the recipe
     config_class: type[HeadConfig] = resolve(path, {path.split(".")[0].split(":")[0]})
-    fields = [name for name in config_class.__dataclass_fields__ if name != "target"]
+    fields = [name for name in config_class.__dataclass_fields__ if name not in ("target", "vocab_size")]
     return config_class.derive(facts, check_fields(config_class, values, "head", fields))
 
 
@@ -170,14 +171,14 @@ class _Processes:
         return gather_object(entries)
 
 
-def _processes(device: str | None) -> tuple[Workers, torch.device]:
+def _processes(device: str) -> tuple[Workers, torch.device]:
     """This process's place among those launched; raises ExtractionError where those do not know each other."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
-    on_cpu = device == "cpu" or not torch.cuda.is_available()
     if launched == 1:
-        return Alone(), torch.device(device or ("cpu" if on_cpu else "cuda"))
+        return Alone(), device_of(device)
     from accelerate import PartialState
 
+    on_cpu = device_of(device).type == "cpu"
     # the slowest process may still be writing long after the first is done
     state = PartialState(cpu=on_cpu, timeout=timedelta(days=7))
     if state.num_processes != launched:
@@ -222,7 +223,7 @@ def _write_text(
     with _Bar(console, None, "writing text") as bar:
         written = writer.write(chunks[workers.rank :: workers.world_size], bar.computed)
     workers.wait()
-    console.print(f"{len(prompts)} answers in {folder} ({written} of {len(chunks)} files written now)")
+    console.print(f"{len(prompts)} answers in {folder} ({written} of {len(chunks)} files written now)", soft_wrap=True)
     return [path for path, _ in chunks]
 
 
@@ -277,12 +278,13 @@ def _announce(extraction: Extraction, plan: Plan, console: Console) -> None:
         f"(layers {layers}, {str(extraction.target.dtype).removeprefix('torch.')}) = {need.total / 1e6:,.1f} MB in "
         f"{len(plan.shards)} shards",
         highlight=False,
+        soft_wrap=True,
     )
 
 
 def _print_counts(counts: RowCounts, console: Console, what: str) -> None:
     for line in counts.lines():
-        console.print(line.replace(" rows:", f" {what}:", 1), highlight=False, markup=False)
+        console.print(line.replace(" rows:", f" {what}:", 1), highlight=False, markup=False, soft_wrap=True)
 
 
 def _summarise(manifest: Manifest, written: int, out: Path, workers: Workers, console: Console) -> None:
@@ -293,4 +295,5 @@ def _summarise(manifest: Manifest, written: int, out: Path, workers: Workers, co
         f"{manifest.tokens:,} tokens, {manifest.supervised_tokens:,} supervised",
         highlight=False,
         markup=False,
+        soft_wrap=True,
     )

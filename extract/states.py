@@ -34,7 +34,7 @@ class StateExtractor:
         """`layer_ids` must end in id L; rows must be shorter than `max_length`."""
         self.target, self.layer_ids = target, layer_ids
         self.tensors: TargetTensors = target.tensors()
-        self._states: dict[int, Tensor] = {}
+        self._done: dict[int, Document] = {}
         self._rows: dict[int, PlannedRow] = {}
         self._on_document: Callable[[int], None] = _ignore
         proposer = ExtractHiddenStatesProposer(target, layer_ids, self._finish)
@@ -66,14 +66,16 @@ class StateExtractor:
             for output in self.engine.step():
                 if output.error is not None:
                     raise self._not_finite(self._rows[output.request_id])
-        documents = [self._document(self._rows[i], self._states.pop(i)) for i in ids]
+        documents = [self._done.pop(i) for i in ids]
         self._check_logits(documents[0], rows[0])
         return documents
 
     def _finish(self, request_id: int, states: Tensor) -> None:
         row = self._rows[request_id]
-        if len(states) == len(row.token_ids):
-            self._states[request_id] = states.clone()
+        if len(states) < len(row.token_ids):
+            return  # it failed, and its output says so
+        # to the host at once: a shard's states need not fit on the device
+        self._done[request_id] = self._document(row, states)
         self._on_document(len(row.token_ids))
 
     def _document(self, row: PlannedRow, states: Tensor) -> Document:

@@ -1,41 +1,14 @@
-"""The word-level tokenizer of the mask tests, its templates, and real conversations."""
+"""Tokenizers, templates and real conversations of the extraction tests."""
 
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-SPECIALS = ["<pad>", "<s>", "</s>", "<unk>", "<u>", "<a>", "<e>"]
-VOCABULARY = [*SPECIALS, *"abcdefghijklmnopqrstuvwxyz", "think"]
-
-PLAIN = (
-    "<s> {% for m in messages %}{% if m.role == 'assistant' %}<a> {{ m.content }} <e> {% else %}<u> {{ m.content }} "
-    "<e> {% endif %}{% endfor %}{% if add_generation_prompt %}<a> {% endif %}"
-)
-MARKED = (
-    "<s> {% for m in messages %}{% if m.role == 'assistant' %}<a> {% generation %}{{ m.content }} <e> "
-    "{% endgeneration %}{% else %}<u> {{ m.content }} <e> {% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<a> {% endif %}"
-)
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}\n<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def word_tokenizer(template: str | None, *, end: str = "</s>", pad: str = "<pad>") -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token=end, unk_token="<unk>", pad_token=pad
-    )
-    tokenizer.chat_template = template
-    return tokenizer
+from spectrain.tests.chats import CHATML, MARKED, PLAIN, word_tokenizer
 
 
 @pytest.fixture

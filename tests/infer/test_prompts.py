@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from spectrain.infer.prompts import (
@@ -19,8 +18,8 @@ from spectrain.infer.prompts import (
     tokenizer_hash,
 )
 from spectrain.infer.rows import DataError, RowError, normalise_messages, read_rows
+from spectrain.tests.chats import VOCABULARY, word_tokenizer
 
-WORDS = ["<pad>", "<s>", "</s>", "<unk>", "<u>", "<a>", "<e>", *"abcdefghijklmnopqrstuvwxyz"]
 TEMPLATE = (
     "<s> {% for tool in tools or [] %}{{ tool.name }} {% endfor %}{% for m in messages %}"
     "{{ '<a>' if m.role == 'assistant' else '<u>' }} {{ m.content }} <e> {% endfor %}"
@@ -28,13 +27,8 @@ TEMPLATE = (
 )
 
 
-def word_level(template: str | None = TEMPLATE, words: list[str] = WORDS) -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    tokenizer.chat_template = template
-    return tokenizer
+def word_level(template: str | None = TEMPLATE, words: list[str] = VOCABULARY) -> PreTrainedTokenizerFast:
+    return word_tokenizer(template, words=words)
 
 
 @pytest.fixture
@@ -199,7 +193,7 @@ def test_unusable_messages_have_a_reason(messages: Any, reason: str) -> None:
 
 
 def test_hashes_follow_what_changes_the_ids(tokenizer: Any) -> None:
-    swapped = [*WORDS[:7], "b", "a", *WORDS[9:]]
+    swapped = [*VOCABULARY[:7], "b", "a", *VOCABULARY[9:]]
     assert template_hash(tokenizer) == template_hash(word_level())
     assert template_hash(tokenizer) != template_hash(word_level(TEMPLATE + " "))
     assert template_hash(word_level(None)) == "none" and not has_template(word_level(None))
