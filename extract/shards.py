@@ -5,8 +5,10 @@ before the final norm. The manifest is written last, so a folder with a manifest
 """
 
 import hashlib
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -132,6 +134,14 @@ def write_token_counts(folder: Path, counts: Tensor) -> None:
     write_atomically(folder / TOKEN_COUNTS, lambda path: save_file({"token_counts": counts.to(torch.int64)}, path))
 
 
+class DocumentIds(NamedTuple):
+    """A document without its states; fields as in Document."""
+
+    token_ids: Tensor
+    loss_mask: Tensor
+    target_argmax: Tensor
+
+
 class _Located(NamedTuple):
     path: Path
     entry: ShardEntry
@@ -152,8 +162,7 @@ class ShardSet:
             for folder, manifest in zip(folders, manifests, strict=True)
             for entry in manifest.shards
         ]
-        starts = torch.tensor([0, *(located.entry.documents for located in self._shards)]).cumsum(0)
-        self._first_document: list[int] = starts.tolist()
+        self._first_document = [0, *accumulate(located.entry.documents for located in self._shards)]
         self._offsets: dict[int, Tensor] = {}
         self._files: OrderedDict[int, Any] = OrderedDict()
 
@@ -208,20 +217,26 @@ class ShardSet:
         lengths = [self._cu_seqlens(index).diff() for index in range(len(self._shards))]
         return torch.cat(lengths) if lengths else torch.zeros(0, dtype=torch.int64)
 
+    @property
+    def states_dtype(self) -> torch.dtype:
+        return _TORCH_DTYPES[self.manifest.dtype]
+
     def document(self, index: int, max_tokens: int | None = None) -> Document:
-        """Reads document `index`, at most its first `max_tokens` tokens, from the mapped file."""
-        shard = self._shard_of(index)
-        local = index - self._first_document[shard]
-        start, stop = self._cu_seqlens(shard)[local : local + 2].tolist()
-        stop = stop if max_tokens is None else min(stop, start + max_tokens)
+        """Document `index`, at most its first `max_tokens` tokens, read from the mapped file."""
+        shard, local, _ = self._locate(index, max_tokens)
+        source_row = int(self._file(shard).get_slice("source_rows")[local : local + 1])
+        return Document(*self.document_ids(index, max_tokens), self.hidden_states(index, max_tokens), source_row)
+
+    def document_ids(self, index: int, max_tokens: int | None = None) -> DocumentIds:
+        """The same document without its states."""
+        shard, _, tokens = self._locate(index, max_tokens)
         file = self._file(shard)
-        return Document(
-            token_ids=file.get_slice("token_ids")[start:stop],
-            loss_mask=file.get_slice("loss_mask")[start:stop],
-            target_argmax=file.get_slice("target_argmax")[start:stop],
-            hidden_states=file.get_slice("hidden_states")[start:stop],
-            source_row=int(file.get_slice("source_rows")[local : local + 1]),
-        )
+        return DocumentIds(*(file.get_slice(name)[tokens] for name in DocumentIds._fields))
+
+    def hidden_states(self, index: int, max_tokens: int | None = None) -> Tensor:
+        """States [tokens, layers, hidden] of the same document, in the storage dtype."""
+        shard, _, tokens = self._locate(index, max_tokens)
+        return self._file(shard).get_slice("hidden_states")[tokens]
 
     def token_counts(self) -> Tensor:
         """How often each id [vocab] int64 occurs as a supervised token, over all folders."""
@@ -273,10 +288,14 @@ class ShardSet:
                     f"{path}: the manifest lists {expected} {field}, the file holds {found}; extract again"
                 )
 
-    def _shard_of(self, index: int) -> int:
+    def _locate(self, index: int, max_tokens: int | None) -> tuple[int, int, slice]:
+        """Shard, document within it and token range of a document."""
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents}")
-        return int(torch.searchsorted(torch.tensor(self._first_document), index, right=True)) - 1
+        shard = bisect_right(self._first_document, index) - 1
+        local = index - self._first_document[shard]
+        start, stop = self._cu_seqlens(shard)[local : local + 2].tolist()
+        return shard, local, slice(start, stop if max_tokens is None else min(stop, start + max_tokens))
 
     def _cu_seqlens(self, shard: int) -> Tensor:
         if shard not in self._offsets:

@@ -177,6 +177,10 @@ class DraftHead(nn.Module):
         """Target ids [draft_vocab] int64 of the draft ids; None where the vocabularies are one."""
         return None
 
+    def set_draft_vocab(self, token_ids: Tensor) -> None:
+        """Stores the target ids [draft_vocab] int64, ascending, that can be drafted; before `initialise`."""
+        raise HeadError(f"{type(self).__name__} drafts over the whole vocabulary; set head.draft_vocab_size to null")
+
     def logits(self, logits_states: Tensor, target: TargetTensors) -> Tensor:
         """Draft logits [..., draft_vocab] float32."""
         return nn.functional.linear(logits_states, self.output_weight(target).to(logits_states.dtype)).float()

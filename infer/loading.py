@@ -11,8 +11,10 @@ from ..heads.base import TargetFacts
 from .probe import TargetError
 
 
-def load_model(model: str | Path, dtype: torch.dtype, revision: str | None, trust_remote_code: bool) -> PreTrainedModel:
-    """The causal language model on CPU in `dtype`; raises TargetError for anything short of a complete one."""
+def load_model(
+    model: str | Path, device: torch.device, dtype: torch.dtype, revision: str | None, trust_remote_code: bool
+) -> PreTrainedModel:
+    """The causal language model in `dtype` on `device`; raises TargetError for anything short of a complete one."""
     source = _source(model)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
@@ -20,20 +22,21 @@ def load_model(model: str | Path, dtype: torch.dtype, revision: str | None, trus
     except (OSError, ValueError, KeyError) as error:
         raise TargetError(f"no usable model config in {source}: {_first_line(error)}") from error
     try:
-        loaded, report = AutoModelForCausalLM.from_pretrained(
+        result: Any = AutoModelForCausalLM.from_pretrained(
             source, config=config, dtype=dtype, output_loading_info=True, **options
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise TargetError(
             f"{source} (model type {config.model_type!r}) is no causal language model that loads: {_first_line(error)}"
         ) from error
+    loaded, report = result
     incomplete = sorted([*report["missing_keys"], *[key[0] for key in report["mismatched_keys"]]])
     if incomplete:
         raise TargetError(
             f"{source} must hold every tensor of {type(loaded).__name__}, found {len(incomplete)} missing or "
             f"mis-shaped (first: {incomplete[0]}); fetch the model again"
         )
-    return loaded
+    return loaded.to(device)
 
 
 def load_tokenizer(model: str | Path, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
@@ -81,7 +84,7 @@ def context_length(model: PreTrainedModel, facts: TargetFacts, asked: int | None
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     """Every id that ends an output: those of the generation config, the config and its text part."""
     found: set[int] = set()
-    for config in (model.generation_config, model.config, model.config.get_text_config()):
+    for config in (getattr(model, "generation_config", None), model.config, model.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None)
         found.update([] if ids is None else [ids] if isinstance(ids, int) else ids)
     return frozenset(found)

@@ -80,13 +80,14 @@ def probe_attention(
     for path, module, call in calls:
         by_layer.setdefault(getattr(module, "layer_idx", -1), []).append((path, module, call))
     _check_counts(name, num_layers, {layer: len(found) for layer, found in by_layer.items()}, len(calls))
-    return tuple(_layer(name, layer, *by_layer[layer][0], max_length) for layer in range(num_layers))
+    shapes: dict[MaskPattern, tuple[int, int]] = {}
+    return tuple(_layer(name, layer, *by_layer[layer][0], max_length, shapes) for layer in range(num_layers))
 
 
 def _record_calls(model: PreTrainedModel, token_ids: Tensor) -> list[tuple[str, nn.Module, AttentionCall]]:
     AttentionInterface.register(PROBE, _probe_attention_forward)
     AttentionMaskInterface.register(PROBE, _probe_mask)
-    before = model.config._attn_implementation
+    before = model.config._attn_implementation or "eager"
     model.set_attn_implementation(PROBE)
     positions = torch.arange(len(token_ids), device=token_ids.device)
     try:
@@ -100,7 +101,7 @@ def _record_calls(model: PreTrainedModel, token_ids: Tensor) -> list[tuple[str, 
         ) from error
     finally:
         model.set_attn_implementation(before)
-        recorded = [
+        recorded: list[tuple[str, nn.Module, AttentionCall]] = [
             (path, module, call) for path, module in model.named_modules() for call in module.__dict__.pop(CALLS, ())
         ]
     return recorded
@@ -155,7 +156,15 @@ def _check_counts(name: str, num_layers: int, counts: dict[int, int], total: int
         )
 
 
-def _layer(name: str, layer: int, path: str, module: nn.Module, call: AttentionCall, max_length: int) -> AttentionLayer:
+def _layer(
+    name: str,
+    layer: int,
+    path: str,
+    module: nn.Module,
+    call: AttentionCall,
+    max_length: int,
+    shapes: dict[MaskPattern, tuple[int, int]],
+) -> AttentionLayer:
     unknown = sorted(set(call.keywords) - PASSIVE_KEYWORDS - HONOURED_KEYWORDS)
     if unknown:
         raise TargetError(
@@ -166,7 +175,9 @@ def _layer(name: str, layer: int, path: str, module: nn.Module, call: AttentionC
         raise TargetError(f"{name} is refused: layer {layer} is not causal; use a causal language model")
     given = int(call.keywords.get("sliding_window", 0))
     if isinstance(call.pattern, MaskPattern):
-        window, chunk = mask_shape(f"{name} is refused: layer {layer}", call.pattern, max_length)
+        if call.pattern not in shapes:  # layers of one kind share their mask
+            shapes[call.pattern] = mask_shape(f"{name} is refused: layer {layer}", call.pattern, max_length)
+        window, chunk = shapes[call.pattern]
         if given and given < max_length and (window != given or chunk):
             raise TargetError(
                 f"{name} is refused: layer {layer} is given sliding_window={given} but its mask shows window={window}, "
@@ -200,7 +211,8 @@ def mask_shape(prefix: str, pattern: MaskPattern, max_length: int) -> tuple[int,
     marks = sorted({min(q, last) for q in (0, 1, size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1, last)})
     for query in marks:
         first = max(0, query - window + 1) if window else query // chunk * chunk if chunk else 0
-        for key in {k for k in (first - 1, first, query - 1, query, query + 1, 0) if k >= 0}:
+        strides = (query - (1 << i) for i in range(query.bit_length()))
+        for key in {k for k in (first - 1, first, query, query + 1, 0, *strides) if k >= 0}:
             if pattern.sees(query, key) != (first <= key <= query):
                 raise TargetError(
                     f"{prefix} has a mask that is neither causal, windowed nor chunked (query {query}, key {key}), "

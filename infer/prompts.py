@@ -6,7 +6,7 @@ the template has printed its own. Loss masks are not made here.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ class Prompt:
     text: str | None
     token_ids: tuple[int, ...]
     source: str  # "file:line", with "#turn" where a row gives several prompts
+    messages: tuple[Message, ...] = ()  # what was rendered; empty where the row gave ids
 
 
 class TemplateRefusal(ValueError):
@@ -86,22 +87,29 @@ def load_prompts(
     raw: bool = False,
     all_turns: bool = False,
     limit: int | None = None,
+    skip: Callable[[str, str], None] | None = None,
 ) -> list[Prompt]:
     """Reads prompt files: rows with `prompt`, `messages`, `turns`, `question`, `problem` or `prompt_token_ids`.
 
     Each is rendered with the generation prompt; a tokenizer without a template, or `raw`, takes the text itself with
     the tokenizer's own special tokens. `turns` gives its first turn, with `all_turns` one prompt a turn, each on its
-    own. Trailing assistant messages are dropped. Raises DataError naming file and line.
+    own. Trailing assistant messages are dropped. Raises DataError naming file and line; with `skip`, a row that gives
+    no prompt is passed to it as (source, reason) instead.
     """
     prompts: list[Prompt] = []
-    for path in paths:
-        for source, value in read_rows(Path(path)):
-            for source_turn, conversation in _conversations(source, value, all_turns):
+    rows = (row for path in paths for row in read_rows(Path(path)))
+    for source, value in rows:
+        try:
+            for source_turn, question in _questions(source, value, all_turns):
                 if limit is not None and len(prompts) >= limit:
                     return prompts
-                prompts.append(_prompt(len(prompts), source_turn, conversation, tokenizer, raw))
+                prompts.append(_prompt(len(prompts), source_turn, question, tokenizer, raw))
+        except RowError as error:
+            if skip is None:
+                raise DataError(f"{source}: {error}; correct or remove the row") from error
+            skip(source, str(error))
     if not prompts:
-        raise DataError("expected at least one prompt file, found none; give --prompts FILE")
+        raise DataError("expected at least one prompt, found none; give a file with usable rows")
     return prompts
 
 
@@ -112,16 +120,9 @@ class _Question:
     token_ids: tuple[int, ...] | None = None
 
 
-def _conversations(source: str, value: Any, all_turns: bool) -> Iterator[tuple[str, _Question]]:
+def _questions(source: str, value: Any, all_turns: bool) -> Iterator[tuple[str, _Question]]:
     if not isinstance(value, Mapping):
-        raise DataError(f"{source}: expected an object with a prompt, found {type(value).__name__}")
-    try:
-        yield from _questions(source, value, all_turns)
-    except RowError as error:
-        raise DataError(f"{source}: {error}; correct or remove the row") from error
-
-
-def _questions(source: str, value: Mapping[str, Any], all_turns: bool) -> Iterator[tuple[str, _Question]]:
+        raise RowError(f"expected an object with a prompt, found {type(value).__name__}")
     tools = value.get("tools") or None
     messages = messages_of(value)
     if messages is None and isinstance(value.get("prompt"), list):
@@ -165,8 +166,8 @@ def _prompt(index: int, source: str, question: _Question, tokenizer: Any, raw: b
         try:
             text = render(tokenizer, question.messages, tools=question.tools, add_generation_prompt=True)
         except TemplateRefusal as error:
-            raise DataError(f"{source}: the chat template refused this row: {error}; correct or remove it") from error
+            raise RowError(f"the chat template refused it: {error}") from error
         ids = encode_rendered(tokenizer, text)
     if not ids:
-        raise DataError(f"{source}: expected a prompt of at least one token, found none; remove the row")
-    return Prompt(index, text, tuple(ids), source)
+        raise RowError("the prompt holds no token")
+    return Prompt(index, text, tuple(ids), source, tuple(question.messages))

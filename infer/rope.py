@@ -4,6 +4,7 @@ With several requests in a batch such a target would give each request frequenci
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,15 +20,16 @@ def pin_rope(model: nn.Module, max_length: int) -> list[str]:
     """
     pinned = []
     for path, module in model.named_modules():
+        rotary: Any = module
         rope_type = getattr(module, ORIGINAL_TYPE, getattr(module, "rope_type", None))
         if isinstance(rope_type, str) and _depends_on_length(rope_type):
-            _pin(module, rope_type, None, max_length)
-            module.rope_type = "default"
+            _pin(rotary, rope_type, None, max_length)
+            rotary.rope_type = "default"
         elif isinstance(rope_type, Mapping) and any(map(_depends_on_length, rope_type.values())):
             for layer_type, kind in rope_type.items():
                 if _depends_on_length(kind):
-                    _pin(module, kind, layer_type, max_length)
-            module.rope_type = {k: "default" if _depends_on_length(v) else v for k, v in rope_type.items()}
+                    _pin(rotary, kind, layer_type, max_length)
+            rotary.rope_type = {k: "default" if _depends_on_length(v) else v for k, v in rope_type.items()}
         else:
             continue
         setattr(module, ORIGINAL_TYPE, rope_type)
@@ -39,7 +41,7 @@ def _depends_on_length(rope_type: str) -> bool:
     return rope_type == "longrope" or "dynamic" in rope_type
 
 
-def _pin(module: nn.Module, rope_type: str, layer_type: str | None, max_length: int) -> None:
+def _pin(module: Any, rope_type: str, layer_type: str | None, max_length: int) -> None:
     prefix = "" if layer_type is None else f"{layer_type}_"
     extra = {} if layer_type is None else {"layer_type": layer_type}
     old: torch.Tensor = getattr(module, f"{prefix}inv_freq")

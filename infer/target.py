@@ -48,11 +48,13 @@ class Target:
         self.layer_ids: tuple[int, ...] = ()
         self._step = StepState()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._leave_other_target()
         pin_rope(model, self.max_length)
         documents = self._documents(facts.vocab_size)
+        if self.config._attn_implementation == PAGED:
+            model.set_attn_implementation("eager")
         self._attention = probe_attention(model, documents[1], self.num_layers, self.max_length)
         self._layers = find_layers(model, tuple(layer.path for layer in self._attention))
+        model.set_attn_implementation("eager")  # others drop arguments: sdpa knows no softcap in transformers 5.17
         traces = [trace_forward(model, self._layers, document) for document in documents]
         self.vocab_size = traces[0].logits.shape[-1]
         self.facts = loading.with_vocab(facts, self.vocab_size)
@@ -74,10 +76,10 @@ class Target:
         trust_remote_code: bool = False,
     ) -> Self:
         """Loads and probes a local folder or a hub id; raises TargetError with one line for what cannot be used."""
-        loaded = loading.load_model(model, dtype, revision, trust_remote_code)
+        loaded = loading.load_model(model, torch.device(device), dtype, revision, trust_remote_code)
         tokenizer = loading.load_tokenizer(model, revision, trust_remote_code)
-        name = Path(model).name if Path(model).is_dir() else str(model)
-        return cls(loaded.to(torch.device(device)), tokenizer, name=name, max_length=max_length)
+        name = Path(model).resolve().name if Path(model).is_dir() else str(model)
+        return cls(loaded, tokenizer, name=name, max_length=max_length)
 
     @classmethod
     def from_model(
@@ -170,10 +172,6 @@ class Target:
         return self._layers[layer_id].register_forward_pre_hook(
             lambda module, args, kwargs: keep(first_tensor(args, kwargs)), with_kwargs=True
         )
-
-    def _leave_other_target(self) -> None:
-        if self.config._attn_implementation == PAGED:
-            self.model.set_attn_implementation("eager")
 
     def _take_over(self) -> None:
         register()

@@ -94,7 +94,7 @@ def trace_tensors(model: PreTrainedModel, trace: Trace, token_ids: Tensor, hidde
     name = type(model).__name__
     head = _find_head(model, trace)
     embedding = _find_embedding(model, trace, token_ids)
-    embed_tokens, lm_head = embedding.weight.detach(), head.weight.detach()
+    embed_tokens, lm_head = embedding.get_parameter("weight").detach(), head.get_parameter("weight").detach()
     if embed_tokens.shape[1] != hidden_size or lm_head.shape[1] != hidden_size:
         raise TargetError(
             f"{name} is refused for draft heads: embeddings are {embed_tokens.shape[1]} and the output head "
@@ -106,7 +106,7 @@ def trace_tensors(model: PreTrainedModel, trace: Trace, token_ids: Tensor, hidde
     head_input = next(first for _, module, first, _ in trace.uses if module is head)
     if norms:
         path, module, normed = norms[0]
-        norm = measure_norm(f"{name}'s {path}", module, hidden_size)
+        norm = measure_norm(f"{name}'s {path}", module, hidden_size, state.device)
     else:
         normed, norm = state, FinalNorm("none", None, None, 0.0)
     input_scale = _ratio(head_input, normed)
@@ -175,10 +175,9 @@ def _ratio(scaled: Tensor, base: Tensor) -> float | None:
 
 
 @torch.no_grad()
-def measure_norm(name: str, module: nn.Module, hidden_size: int) -> FinalNorm:
+def measure_norm(name: str, module: nn.Module, hidden_size: int, device: torch.device) -> FinalNorm:
     """Kind, effective weight, bias and eps of a norm module, from its outputs on known inputs in float32."""
     norm = copy.deepcopy(module).float()
-    device = next((p.device for p in norm.parameters()), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(8, hidden_size, generator=generator).to(device)
     signs = torch.where(random[:1] < 0, -1.0, 1.0)

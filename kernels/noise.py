@@ -21,10 +21,11 @@ def _signed(word: int) -> int:
 
 
 def _mix_(z: Tensor) -> Tensor:
-    for shift, factor in ((30, MIX_1), (27, MIX_2), (31, None)):
-        z ^= (z >> shift) & ((1 << (64 - shift)) - 1)
-        if factor is not None:
-            z *= _signed(factor)
+    shifted = torch.empty_like(z)
+    for shift, factor in ((30, MIX_1), (27, MIX_2), (31, 1)):
+        torch.bitwise_right_shift(z, shift, out=shifted)
+        z ^= shifted.bitwise_and_((1 << (64 - shift)) - 1)  # the shift above copies the sign
+        z *= _signed(factor)
     return z
 
 

@@ -34,8 +34,9 @@ def verify(inputs: RejectionInputs, *, fp64_gumbel: bool = False) -> RejectionOu
     steps = torch.arange(k + 1, device=logits.device)
     rows = first[:, None] + torch.minimum(steps, num_drafts[:, None])  # [batch, k + 1]
 
-    row_max, row_argmax = logits.max(dim=-1)
+    row_max = logits.amax(dim=-1)
     row_bad = ~torch.isfinite(row_max)
+    row_argmax = logits.argmax(dim=-1) if bool((inputs.temperature == 0).any()) else torch.zeros_like(row_bad).long()
     real = (drafts >= 0) & (drafts < logits.shape[1]) & (steps[:k] < num_drafts[:, None])
 
     sampled = (inputs.temperature > 0).nonzero()[:, 0]
@@ -181,14 +182,13 @@ def paged_attention(
     query_lens = [end - start for start, end in zip(starts[:-1], starts[1:], strict=True)]
     short = [b for b, query_len in enumerate(query_lens) if 0 < query_len <= SHORT_QUERY]
     groups = ([short] if short else []) + [[b] for b, query_len in enumerate(query_lens) if query_len > SHORT_QUERY]
-    block_size = k_plane.shape[1]
     for group in groups:
         longest_query = max(query_lens[b] for b in group)
         longest = max(lengths[b] for b in group)
         index = torch.tensor(group, device=q.device)
-        table = block_tables[index, : -(-longest // block_size)].long()
-        keys = k_plane[table].flatten(1, 2)[:, :longest].permute(0, 2, 1, 3)  # [group, kv_heads, seq, width_k]
-        values = v_plane[table].flatten(1, 2)[:, :longest].permute(0, 2, 1, 3)
+        table = block_tables[index, : -(-longest // k_plane.shape[1])].long()
+        stale = torch.arange(longest, device=q.device) >= seq_lens[index, None]  # [group, seq]
+        keys, values = _gather(k_plane, table, stale), _gather(v_plane, table, stale)
         offsets = torch.arange(longest_query, device=q.device)
         query_len = (cu_seqlens[1:] - cu_seqlens[:-1])[index, None].long()
         rows = cu_seqlens[index, None].long() + torch.minimum(offsets, query_len - 1)  # [group, longest_query]
@@ -198,6 +198,12 @@ def paged_attention(
         attended = _attend(queries, keys, values, visible, scale, softcap, sinks).transpose(1, 2)
         out[rows] = attended.to(out.dtype)
     return out
+
+
+def _gather(plane: Tensor, table: Tensor, stale: Tensor) -> Tensor:
+    """The rows [group, heads, seq, width] of block tables; stale slots, which may hold another request's NaN, are 0."""
+    rows = plane[table].flatten(1, 2)[:, : stale.shape[1]].permute(0, 2, 1, 3)
+    return rows.masked_fill_(stale[:, None, :, None], 0) if stale.shape[0] > 1 else rows
 
 
 def _visible(positions: Tensor, num_keys: int, window: int, chunk: int) -> Tensor:

@@ -55,7 +55,9 @@ def build(family: str, *, seed: int = 0, std: float = 0.25, head: float = 1.0, *
     """`family` as in transformers' class names: "Llama" builds a Llama, float32, in eval mode."""
     config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
     with own_generator(seed):
-        model = AutoModelForCausalLM.from_config(config_class(**config), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            config_class(**config), dtype=torch.float32, attn_implementation="eager"
+        )
     randomise(model, seed, std)
     if head != 1.0:
         model.get_output_embeddings().weight.data.mul_(head)

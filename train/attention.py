@@ -1,8 +1,8 @@
 """Attention of an unrolled draft head: causal over true states, and over a row's own earlier draft steps.
 
 At step j row t sees the step-0 keys of its document up to t, and its own keys of steps 1..j: what the drafter has in
-its cache when it drafts token j from row t. The first part is ordinary causal attention; the second adds j columns to its
-softmax, which needs only the first part's log-sum-exp. So neither backend ever builds keys for all steps side by side.
+its cache when it drafts token j from row t. The first part is ordinary causal attention; the second adds j columns to
+its softmax, which needs only the first part's log-sum-exp. So no backend builds the keys of all steps side by side.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ class UnrolledAttend:
             return self._causal(q, first_k, first_v)
         out, lse = self._causal.with_lse(q, first_k, first_v)
         own = [tensor for pair in history[1:] for tensor in pair]
-        return _recomputed(_add_own_columns, q, out, lse, *own)
+        return _recomputed(_add_own_columns, q.shape[1], q, out, lse, *own)
 
 
 def choose_backend(wanted: Literal["auto", "dense", "flex"], device: torch.device) -> AttentionBackend:
@@ -77,9 +77,9 @@ def _add_own_columns(q: Tensor, out: Tensor, lse: Tensor, *own: Tensor) -> Tenso
     return mixed.to(q.dtype)
 
 
-def _recomputed(function: Callable[..., Any], *inputs: Tensor) -> Any:
-    """Runs `function` keeping only its inputs for the backward pass."""
-    if not torch.is_grad_enabled():
+def _recomputed(function: Callable[..., Any], seq: int, *inputs: Tensor) -> Any:
+    """Runs `function` keeping only its inputs for the backward pass; short rows are not worth the second run."""
+    if seq <= QUERY_BLOCK or not torch.is_grad_enabled():
         return function(*inputs)
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
@@ -100,7 +100,7 @@ class _Dense:
         for start in range(0, q.shape[1], QUERY_BLOCK):
             end = min(start + QUERY_BLOCK, q.shape[1])
             block = partial(_dense_block, mask=self._mask[:, start:end, :end])
-            out, lse = _recomputed(block, q[:, start:end], k[:, :end], v[:, :end])
+            out, lse = _recomputed(block, q.shape[1], q[:, start:end], k[:, :end], v[:, :end])
             outs.append(out)
             lses.append(lse)
         return torch.cat(outs, dim=1), torch.cat(lses, dim=1)

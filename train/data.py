@@ -4,6 +4,7 @@ A position is the number of batches consumed. Which rows it stands for depends o
 on the number of processes, so a run resumes anywhere on any number of them.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -73,7 +74,9 @@ def pack_rows(documents: Tensor, lengths: Tensor, sequence_length: int, seed: in
 class RowReader:
     """Packs documents of a shard set into batches for one head."""
 
-    def __init__(self, shards: ShardSet, layer_ids: Sequence[int], with_final_state: bool, sequence_length: int) -> None:
+    def __init__(
+        self, shards: ShardSet, layer_ids: Sequence[int], with_final_state: bool, sequence_length: int
+    ) -> None:
         self.shards, self.sequence_length = shards, sequence_length
         self.columns = shards.layer_columns(layer_ids)
         final = [shards.manifest.num_layers] if with_final_state else []
@@ -84,7 +87,7 @@ class RowReader:
         """Everything of a batch but states and denominators; an empty list of rows gives one row of padding."""
         rows = rows or [[]]
         used = [sum(self._length(document) for document in row) for row in rows]
-        width = min(-(-max(1, *used, 1) // _WIDTH_STEP) * _WIDTH_STEP, self.sequence_length)
+        width = min(math.ceil(max(1, *used) / _WIDTH_STEP) * _WIDTH_STEP, self.sequence_length)
         shape = len(rows), width
         batch = TrainBatch(
             token_ids=torch.zeros(shape, dtype=torch.int64),
@@ -136,7 +139,7 @@ class TrainingRows:
     def __init__(self, reader: RowReader, documents: Tensor, settings: DataSettings, rank: int, world: int) -> None:
         self.reader, self.settings, self.rank, self.world = reader, settings, rank, world
         self.rows = pack_rows(documents, reader.lengths, settings.sequence_length, settings.seed)
-        self.steps_per_epoch = -(-len(self.rows) // settings.batch_size)
+        self.steps_per_epoch = math.ceil(len(self.rows) / settings.batch_size)
 
     def rows_at(self, position: int) -> list[list[int]]:
         """Rows of all processes at a position, in order."""
@@ -154,7 +157,7 @@ class TrainingRows:
         for at in range(position, end):
             rows = self.rows_at(at)
             size = self.settings.micro_batch_size
-            count = -(-(-(-len(rows) // self.world)) // size)
+            count = math.ceil(math.ceil(len(rows) / self.world) / size)
             mine = rows[self.rank :: self.world]
             groups = [mine[i * size : (i + 1) * size] for i in range(count)]
             batches = [self.reader.ids(group) for group in groups]

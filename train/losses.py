@@ -60,9 +60,17 @@ class RowLosses(NamedTuple):
     top_ids: Tensor  # [rows] int64; the draft's top token, a draft id
 
 
+class _Law(NamedTuple):
+    """The target's law after some rows, read at the draft vocabulary's columns; float32."""
+
+    log_p: Tensor  # [targets, draft_vocab]; over the whole target vocabulary
+    p: Tensor  # [targets, draft_vocab]
+    kept: Tensor  # [targets, draft_vocab]; renormalised
+    entropies: Tensor  # [targets]; of kept
+
+
 class _ChunkLoss(NamedTuple):
     losses: Tensor  # [rows]
-    entropies: Tensor  # [rows]
     alphas: Tensor  # [rows]
     logit_grads: Tensor | None  # [rows, draft_vocab]
 
@@ -98,8 +106,9 @@ def soft_linear_loss(
     )
     with torch.autocast(rows.states.device.type, enabled=False):
         if settings.loss == "lk_lambda":
-            alphas = _run(call, weight.detach(), want_states=False, want_weight=False).alphas
-            call = dataclasses.replace(call, kl_shares=_kl_shares(alphas, call.rows.terms, settings.lk_eta))
+            measure = dataclasses.replace(call, settings=dataclasses.replace(settings, loss="tv"))
+            alphas = _run(measure, weight.detach(), want_states=False, want_weight=False).alphas
+            call = dataclasses.replace(call, kl_shares=_kl_shares(alphas, call.rows, settings.lk_eta))
         total, *per_row = cast(tuple[Tensor, ...], _FusedLoss.apply(rows.states, weight, call))
     return RowLosses(total, *(torch.empty_like(x).scatter_(0, order, x) for x in per_row))
 
@@ -136,13 +145,17 @@ class _FusedLoss(torch.autograd.Function):
         return (call.rows.weights.to(results.losses.dtype) @ results.losses, *per_row)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, total_grad: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        scaled = [
-            None if grad is None else (grad * total_grad).to(dtype)
-            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        ]
-        return scaled[0], scaled[1], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        states_grad, weight_grad = _scaled_grads(ctx, grads[0])
+        return states_grad, weight_grad, None
+
+
+@once_differentiable
+def _scaled_grads(ctx: Any, total_grad: Tensor) -> tuple[Tensor | None, ...]:
+    return tuple(
+        None if grad is None else (grad * total_grad).to(dtype)
+        for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+    )
 
 
 def _run(call: _Call, weight: Tensor, want_states: bool, want_weight: bool) -> _Results:
@@ -156,11 +169,11 @@ def _run(call: _Call, weight: Tensor, want_states: bool, want_weight: bool) -> _
     states_grad = torch.zeros_like(states) if want_states else None
     weight_grad = torch.zeros(weight.shape, dtype=_wide(weight.dtype), device=device) if want_weight else None
     for targets, part in _chunks(call, len(weight)):
-        log_p = _target_law(call, targets)[rows.targets[part] - targets.start]
+        law, index = _target_law(call, targets), rows.targets[part] - targets.start
         logits = (states[part] @ product_weight.T).to(wide)
         top_ids[part] = logits.argmax(dim=-1)
-        chunk = _row_losses(call, part, logits, log_p, want_states or want_weight)
-        losses[part], entropies[part], alphas[part] = chunk.losses, chunk.entropies, chunk.alphas
+        chunk = _row_losses(call, part, logits, law, index, want_states or want_weight)
+        losses[part], entropies[part], alphas[part] = chunk.losses, law.entropies[index], chunk.alphas
         if chunk.logit_grads is not None:
             grads = (chunk.logit_grads * rows.weights[part, None]).to(call.product_dtype)
             if states_grad is not None:
@@ -185,60 +198,69 @@ def _chunks(call: _Call, draft_vocab: int) -> list[tuple[slice, slice]]:
     ]
 
 
-def _target_law(call: _Call, targets: slice) -> Tensor:
-    """log p [targets, draft_vocab] over the whole target vocabulary, read at the draft columns."""
+def _target_law(call: _Call, targets: slice) -> _Law:
     logits = call.target.logits_of_normed(call.normed_states[targets])
-    if call.draft_to_target is None:
-        return logits.log_softmax(dim=-1)
-    return logits[:, call.draft_to_target] - logits.logsumexp(dim=-1, keepdim=True)
+    log_p = logits - logits.logsumexp(dim=-1, keepdim=True)
+    if call.draft_to_target is not None:
+        log_p = log_p[:, call.draft_to_target]
+    log_kept = log_p.log_softmax(dim=-1)
+    kept = log_kept.exp()
+    return _Law(log_p, log_p.exp(), kept, -(kept * log_kept).sum(dim=-1))
 
 
-def _row_losses(call: _Call, part: slice, logits: Tensor, log_p: Tensor, want_grad: bool) -> _ChunkLoss:
-    """Losses of one chunk and their gradients in the draft logits; all float32 (float64 in float64 checks)."""
+def _row_losses(call: _Call, part: slice, logits: Tensor, law: _Law, index: Tensor, want_grad: bool) -> _ChunkLoss:
+    """Losses of one chunk's rows, row r against law[index[r]], and their gradients in the draft logits."""
     kind = call.settings.loss
     log_q = logits.log_softmax(dim=-1)
-    q = log_q.exp()
-    log_kept = log_p - log_p.logsumexp(dim=-1, keepdim=True)
-    kept = log_kept.exp()
-    entropies = -(kept * log_kept).sum(dim=-1)
-    log_min = torch.minimum(log_p, log_q)
-    log_alphas = log_min.logsumexp(dim=-1)
-    alphas = log_alphas.exp()
-
+    q, p = log_q.exp(), law.p[index]
+    alphas = torch.minimum(p, q).sum(dim=-1)
     if kind == "ce":
         labels = call.rows.labels[part, None]
-        losses = -log_q.gather(1, labels).squeeze(1)
         grads = q.scatter_add(1, labels, torch.full_like(labels, -1, dtype=q.dtype)) if want_grad else None
-        return _ChunkLoss(losses, entropies, alphas, grads)
-    divergence = (kept * (log_kept - log_q)).sum(dim=-1)
+        return _ChunkLoss(-log_q.gather(1, labels).squeeze(1), alphas, grads)
     if kind == "kl":
-        return _ChunkLoss(divergence, entropies, alphas, q - kept if want_grad else None)
-
-    # d log alpha / d logits: the share of each token in alpha where q is the smaller law, recentred by the softmax
-    lift = None
-    if want_grad:
-        inside = (log_min - log_alphas.unsqueeze(-1)).exp() * _q_is_smaller(log_p, log_q)
-        lift = inside - q * inside.sum(dim=-1, keepdim=True)
+        return _divergence(law, index, log_q, q, alphas, want_grad)
     if kind == "lk_alpha":
-        return _ChunkLoss(-log_alphas, entropies, alphas, None if lift is None else -lift)
-    losses, grads = 1 - alphas, None if lift is None else -alphas.unsqueeze(-1) * lift
-    if kind == "lk_lambda" and call.kl_shares is not None:
+        return _log_acceptance(law.log_p[index], log_q, q, alphas, want_grad)
+    losses, grads = 1 - alphas, None
+    if want_grad:
+        falls = q * _smaller(q, p)
+        grads = torch.addcmul(-falls, q, falls.sum(dim=-1, keepdim=True))
+    if call.kl_shares is not None:
         share = call.kl_shares[part]
-        losses = share * divergence + (1 - share) * losses
-        grads = None if grads is None else torch.lerp(grads, q - kept, share.unsqueeze(-1))
-    return _ChunkLoss(losses, entropies, alphas, grads)
+        kl = _divergence(law, index, log_q, q, alphas, want_grad)
+        losses = torch.lerp(losses, kl.losses, share)
+        if grads is not None and kl.logit_grads is not None:
+            grads = torch.lerp(grads, kl.logit_grads, share.unsqueeze(-1))
+    return _ChunkLoss(losses, alphas, grads)
 
 
-def _q_is_smaller(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """1 where q < p, 1/2 where equal (the subgradient torch.minimum takes), 0 where q > p."""
-    return (1 - torch.sign(log_q - log_p)) / 2
+def _divergence(law: _Law, index: Tensor, log_q: Tensor, q: Tensor, alphas: Tensor, want_grad: bool) -> _ChunkLoss:
+    kept = law.kept[index]
+    losses = -(kept * log_q).sum(dim=-1) - law.entropies[index]
+    return _ChunkLoss(losses, alphas, q - kept if want_grad else None)
 
 
-def _kl_shares(alphas: Tensor, terms: Tensor, eta: float) -> Tensor:
-    num_terms = int(terms.max()) + 1 if len(terms) else 0
-    sums = alphas.new_zeros(num_terms).index_add_(0, terms, alphas)
-    counts = alphas.new_zeros(num_terms).index_add_(0, terms, torch.ones_like(alphas))
-    return torch.exp(-eta * (sums / counts.clamp(min=1))[terms])
+def _log_acceptance(log_p: Tensor, log_q: Tensor, q: Tensor, alphas: Tensor, want_grad: bool) -> _ChunkLoss:
+    # in logarithms throughout: alpha itself underflows where the laws hardly meet
+    log_min = torch.minimum(log_p, log_q)
+    log_alphas = log_min.logsumexp(dim=-1)
+    if not want_grad:
+        return _ChunkLoss(-log_alphas, alphas, None)
+    falls = (log_min - log_alphas.unsqueeze(-1)).exp() * _smaller(log_q, log_p)
+    return _ChunkLoss(-log_alphas, alphas, torch.addcmul(-falls, q, falls.sum(dim=-1, keepdim=True)))
+
+
+def _smaller(a: Tensor, b: Tensor) -> Tensor:
+    """1 where a < b, 0 where a > b, 1/2 where equal: the subgradient torch.minimum takes."""
+    return torch.sign(b - a).add_(1).mul_(0.5)
+
+
+def _kl_shares(alphas: Tensor, rows: LossRows, eta: float) -> Tensor:
+    weights = rows.weights.to(alphas.dtype)
+    sums = torch.bincount(rows.terms, weights * alphas)
+    totals = torch.bincount(rows.terms, weights)
+    return torch.exp(-eta * (sums / totals)[rows.terms]).to(alphas.dtype)
 
 
 def _product_dtype(states: Tensor) -> torch.dtype:

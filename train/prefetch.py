@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -16,7 +16,7 @@ class _Failure:
 _END = object()
 
 
-def prefetch(items: Iterator[Item], depth: int) -> Iterator[Item]:
+def prefetch(items: Iterator[Item], depth: int) -> Generator[Item, None, None]:
     """Yields `items` in order; an error raised by them is raised here. Closing this generator ends the thread."""
     waiting: queue.Queue[object] = queue.Queue(maxsize=depth)
     closed = threading.Event()

@@ -48,7 +48,9 @@ class DataSettings:
         _require(self.sequence_length >= 4, "data.sequence_length", "at least 4", self.sequence_length)
         _require(self.batch_size >= 1, "data.batch_size", "at least 1", self.batch_size)
         _require(self.micro_batch_size >= 1, "data.micro_batch_size", "at least 1", self.micro_batch_size)
-        _require(0 <= self.validation_share < 1, "data.validation_share", "at least 0 and below 1", self.validation_share)
+        _require(
+            0 <= self.validation_share < 1, "data.validation_share", "at least 0 and below 1", self.validation_share
+        )
         _require(self.seed >= 0, "data.seed", "at least 0", self.seed)
 
 
@@ -72,6 +74,18 @@ class StoppingSettings:
             _require(value is None or value >= 1, f"stopping.{name}", "at least 1 or null", value)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServingSettings:
+    """What the head is meant to be served with; recorded in its folder."""
+
+    num_draft_tokens: int = 5
+
+    def __post_init__(self) -> None:
+        _require(self.num_draft_tokens >= 1, "serving.num_draft_tokens", "at least 1", self.num_draft_tokens)
+
+
 def _require(holds: bool, key: str, expected: str, found: object) -> None:
     if not holds:
-        raise SettingsError(f"{key} must be {expected}, found {found}; change it in the recipe or with --set {key}=VALUE")
+        raise SettingsError(
+            f"{key} must be {expected}, found {found}; change it in the recipe or with --set {key}=VALUE"
+        )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from spectrain.extract.conversations import BadRow, Conversation, ExactTokens, RowCounts, read_conversations
 from spectrain.infer.rows import DataError
 

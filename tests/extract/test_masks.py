@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from spectrain.extract.conversations import BadRow, Conversation, ExactTokens, read_conversations
 from spectrain.extract.masks import ChatMasker, MaskedTokens, exact_tokens
 from spectrain.infer.prompts import load_prompts, render

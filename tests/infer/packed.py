@@ -1,7 +1,7 @@
 """A packed scenario over paged planes, and each request alone as its oracle.
 
-Five steps, five-token windows and four-token blocks: prompts cut in pieces, prompt rows, decode rows and verification rows
-in one batch, rejected rows overwritten later, requests changing places, block tables in no order.
+Five steps and four-token blocks: prompts cut in pieces; prompt, decode and verification rows in one batch; rejected
+rows overwritten later; requests changing places; block tables in no order.
 """
 
 import copy
@@ -20,7 +20,7 @@ from spectrain.tests.models import lone_forward
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 40
-# Each step: (request, first position, number of rows, rows that are kept). A row beyond the kept ones is a rejected draft.
+# Each step: (request, first position, number of rows, rows that are kept); those beyond are rejected drafts.
 STEPS = (
     (("a", 0, 6, 6), ("b", 0, 9, 9)),
     (("a", 6, 7, 7), ("b", 9, 1, 1), ("c", 0, 4, 4)),
@@ -61,7 +61,7 @@ def compare(target: Target, oracle: PreTrainedModel) -> Errors:
         starts = [start for _, start, _, _ in step]
         batch = packed_batch(pieces, starts, [tables[name] for name, *_ in step], BLOCK_SIZE, target.device)
         output = target.forward(batch)
-        for (name, start, rows, kept), piece, where in zip(step, pieces, _rows(batch), strict=True):
+        for (name, start, _, kept), piece, where in zip(step, pieces, _rows(batch), strict=True):
             assert len(known[name]) == start, "the scenario skips a row"
             logits, states = lone_forward(oracle, known[name] + piece)
             logits_error = max(logits_error, _far(output.logits[where], logits[start:]))

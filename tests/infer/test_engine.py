@@ -118,12 +118,13 @@ def test_extracted_states_are_the_targets_own(target, changes):
         torch.testing.assert_close(states[output.request_id], expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.fixture(scope="module")
+def successor() -> Target:
+    return Target.from_model(succ_llama())
+
+
 class TestStops:
     """Stops inside an accepted block."""
-
-    @pytest.fixture(scope="class")
-    def successor(self) -> Target:
-        return Target.from_model(succ_llama())
 
     def perfect(self, k: int = 4) -> ScriptedProposer:
         return ScriptedProposer({n: [(10 + n - 1 + j) % 41 for j in range(1, k + 1)] for n in range(1, 200)}, k)

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
 from spectrain.infer.prompts import (
     encode_rendered,
     has_template,
@@ -16,8 +19,6 @@ from spectrain.infer.prompts import (
     tokenizer_hash,
 )
 from spectrain.infer.rows import DataError, RowError, normalise_messages, read_rows
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "<u>", "<a>", "<e>", *"abcdefghijklmnopqrstuvwxyz"]
 TEMPLATE = (
@@ -146,7 +147,7 @@ def test_bad_files_name_file_and_line(tokenizer: Any, tmp_path: Path, content: b
 def test_missing_and_damaged_files(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="absent.jsonl, found none"):
         load_prompts([tmp_path / "absent.jsonl"], tokenizer)
-    with pytest.raises(DataError, match="at least one prompt file"):
+    with pytest.raises(DataError, match="at least one prompt, found none"):
         load_prompts([], tokenizer)
     damaged = tmp_path / "cut.jsonl.gz"
     damaged.write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 500)[:-9])
@@ -159,7 +160,7 @@ def test_missing_and_damaged_files(tokenizer: Any, tmp_path: Path) -> None:
 
 def test_a_template_that_refuses_names_the_row(tmp_path: Path) -> None:
     tokenizer = word_level("{{ raise_exception('users only') }}")
-    with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template refused this row: users only"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template refused it: users only"):
         load_prompts([write(tmp_path, {"prompt": "a"})], tokenizer)
 
 
@@ -206,6 +207,14 @@ def test_hashes_follow_what_changes_the_ids(tokenizer: Any) -> None:
     before = tokenizer_hash(tokenizer)
     tokenizer(["a b", "a"], padding=False, truncation=True, max_length=2)
     assert tokenizer_hash(tokenizer) == before == tokenizer_hash(word_level(None))
+
+
+def test_rows_without_a_prompt_can_be_skipped_by_reason(tokenizer: Any, tmp_path: Path) -> None:
+    skipped: list[tuple[str, str]] = []
+    path = write(tmp_path, {"messages": []}, {"prompt": "a"}, {"messages": [{"role": "user", "content": None}]})
+    [prompt] = load_prompts([path], tokenizer, skip=lambda source, reason: skipped.append((source, reason)))
+    assert prompt.messages == ({"role": "user", "content": "a"},) and prompt.index == 0
+    assert skipped == [(f"{path}:1", "no messages"), (f"{path}:3", "content is null")]
 
 
 def test_encoding_rendered_text_adds_nothing(tokenizer: Any) -> None:

@@ -63,9 +63,11 @@ class Eagle3Objective(Objective):
         return self._supervise(head, batch).weights.sum(dim=1, dtype=torch.float32)
 
     def __call__(self, head: DraftHead, target: TargetTensors, batch: TrainBatch) -> LossOutput:
-        """The loss; per step k `loss_k`, `entropy_k`, `alpha_k` over supervised rows, `agree_k`, `accept_k` over valid ones.
+        """The loss; metrics per step k: `loss_k`, `entropy_k`, `alpha_k` over supervised rows, `agree_k`, `accept_k`
+        over valid ones.
 
-        Raises ValueError without `final_states`. A batch without supervised rows gives 0 and zero gradients for every trainable parameter.
+        Raises ValueError without `final_states`. A batch without supervised rows gives 0, and zero gradients for every
+        trainable parameter.
         """
         if batch.final_states is None:
             raise ValueError(

@@ -1,0 +1,284 @@
+"""The rejection pipeline against a naive loop, and its behaviour on odd input, on CPU."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spectrain.kernels import dispatch
+from spectrain.kernels.noise import gumbels, noise_keys, uniforms
+from spectrain.kernels.records import RejectionInputs, RejectionOutputs, Stream
+
+
+def softmax(logits: Sequence[float]) -> list[float]:
+    largest = max(logits)
+    weights = [math.exp(value - largest) for value in logits]
+    return [weight / sum(weights) for weight in weights]
+
+
+def verify_one(
+    target_logits: list[list[float]],
+    drafts: list[int],
+    greedy: bool,
+    log_uniforms: list[float],
+    race_noise: list[list[float]],
+    laws: list[dict[int, float]] | None,
+) -> list[int]:
+    """Tokens of one request: the textbook loop, given its noise. A law maps target ids to q; empty list = failed."""
+    for step, logits in enumerate(target_logits):
+        if any(math.isnan(value) for value in logits) or max(logits) in (math.inf, -math.inf):
+            return []
+        p = softmax(logits)
+        draft = drafts[step] if step < len(drafts) else None
+        real = draft is not None and 0 <= draft < len(p)
+        if greedy:
+            best = logits.index(max(logits))
+            if real and draft == best:
+                continue
+            return [*drafts[:step], best]
+        q = [0.0] * len(p)
+        if real:
+            law = {draft: 1.0} if laws is None else laws[step]
+            q = [law.get(token, 0.0) for token in range(len(p))]
+            if q[draft] > 0 and p[draft] > 0 and log_uniforms[step] + math.log(q[draft]) < math.log(p[draft]):
+                continue
+        left = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
+        left = left if sum(left) > 0 else p
+        scores = [math.log(m) + g if m > 0 else -math.inf for m, g in zip(left, race_noise[step], strict=True)]
+        return [*drafts[:step], scores.index(max(scores))]
+    raise AssertionError("the bonus row always ends the loop")
+
+
+def make_inputs(
+    seed: int, lengths: list[int], vocab: int, with_law: bool = False, spread: float = 2.0, temperature: float = 1.0
+) -> RejectionInputs:
+    generator = torch.Generator().manual_seed(seed)
+    batch, k = len(lengths), max(lengths)
+    num_rows = sum(lengths) + batch
+    return RejectionInputs(
+        target_logits=spread * torch.randn(num_rows, vocab, generator=generator),
+        draft_token_ids=torch.randint(0, vocab, (batch, k), generator=generator),
+        cu_rows=torch.tensor([0, *(torch.tensor(lengths) + 1).cumsum(0).tolist()], dtype=torch.int32),
+        positions=torch.randint(0, 500, (batch,), generator=generator),
+        temperature=torch.full((batch,), temperature),
+        seeds=torch.randint(-(2**62), 2**62, (batch,), generator=generator),
+        draft_log_probs=torch.randn(batch, k, vocab, generator=generator).log_softmax(-1) if with_law else None,
+    )
+
+
+def emitted(out: RejectionOutputs) -> list[list[int]]:
+    """The tokens of each request; checks the layout on the way."""
+    rows = out.token_ids.tolist()
+    for row, count, failed in zip(rows, out.num_emitted.tolist(), out.failed.tolist(), strict=True):
+        assert (count == 0) == failed
+        assert all(token >= 0 for token in row[:count]) and all(token == -1 for token in row[count:])
+    return [row[:count] for row, count in zip(rows, out.num_emitted.tolist(), strict=True)]
+
+
+def by_naive_loop(inputs: RejectionInputs) -> Iterator[list[int]]:
+    vocab = inputs.target_logits.shape[1]
+    token_map = list(range(vocab)) if inputs.token_map is None else inputs.token_map.tolist()
+    for b, (start, end) in enumerate(zip(inputs.cu_rows[:-1].tolist(), inputs.cu_rows[1:].tolist(), strict=True)):
+        positions = inputs.positions[b] + torch.arange(end - start)
+        seeds = inputs.seeds[b].expand(end - start)
+        laws = None
+        if inputs.draft_log_probs is not None:
+            laws = [dict(zip(token_map, row, strict=True)) for row in inputs.draft_log_probs[b].exp().tolist()]
+        yield verify_one(
+            inputs.target_logits[start:end].tolist(),
+            inputs.draft_token_ids[b, : end - start - 1].tolist(),
+            float(inputs.temperature[b]) == 0,
+            uniforms(noise_keys(seeds, positions, Stream.ACCEPT), torch.tensor(0)).log().tolist(),
+            gumbels(noise_keys(seeds, positions, Stream.RECOVER), vocab).tolist(),
+            laws,
+        )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    lengths=st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    vocab=st.integers(2, 9),
+    law=st.sampled_from(["point", "full", "reduced"]),
+    spread=st.sampled_from([0.5, 3.0]),
+    data=st.data(),
+)
+def test_equals_the_naive_loop(
+    seed: int, lengths: list[int], vocab: int, law: str, spread: float, data: st.DataObject
+) -> None:
+    inputs = make_inputs(seed, lengths, vocab, with_law=law == "full", spread=spread)
+    if law == "reduced":
+        width = data.draw(st.integers(1, vocab))
+        token_map = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[:width].sort().values
+        log_probs = torch.randn(*inputs.draft_token_ids.shape, width, generator=torch.Generator().manual_seed(seed))
+        inputs = inputs._replace(draft_log_probs=log_probs.log_softmax(-1), token_map=token_map)
+    temperature = torch.tensor(
+        data.draw(st.lists(st.sampled_from([0.0, 1.0]), min_size=len(lengths), max_size=len(lengths)))
+    )
+    inputs = inputs._replace(temperature=temperature)
+    for row, what in data.draw(
+        st.dictionaries(
+            st.integers(0, inputs.target_logits.shape[0] - 1), st.sampled_from(["nan", "inf", "ban"]), max_size=2
+        )
+    ).items():
+        inputs.target_logits[row, seed % vocab] = {"nan": math.nan, "inf": math.inf, "ban": -math.inf}[what]
+    if inputs.draft_token_ids.numel() and data.draw(st.booleans()):
+        inputs.draft_token_ids.view(-1)[seed % inputs.draft_token_ids.numel()] = data.draw(
+            st.sampled_from([-1, -9, vocab])
+        )
+    assert emitted(dispatch.verify(inputs)) == list(by_naive_loop(inputs))
+
+
+@pytest.mark.parametrize("with_law", [False, True], ids=["point", "law"])
+def test_tokens_do_not_depend_on_the_batch(with_law: bool) -> None:
+    """Bit for bit, with several threads and rows longer than one summation block."""
+    lengths, vocab = [4, 0, 2, 3, 1], 40_013
+    inputs = make_inputs(0, lengths, vocab, with_law=with_law, spread=0.1)
+    for b in range(len(lengths)):  # drafts good enough to be accepted now and then
+        rows = slice(int(inputs.cu_rows[b]), int(inputs.cu_rows[b]) + lengths[b])
+        inputs.target_logits[rows].scatter_(1, inputs.draft_token_ids[b, : lengths[b], None], 11.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        together = emitted(dispatch.verify(inputs))
+        alone = []
+        for b in range(len(lengths)):
+            rows = inputs.target_logits[inputs.cu_rows[b] : inputs.cu_rows[b + 1]].clone()
+            own = RejectionInputs(
+                rows,
+                *(inputs.draft_token_ids[b : b + 1], torch.tensor([0, len(rows)], dtype=torch.int32)),
+                *(t[b : b + 1] for t in (inputs.positions, inputs.temperature, inputs.seeds)),
+                None if inputs.draft_log_probs is None else inputs.draft_log_probs[b : b + 1],
+            )
+            alone += emitted(dispatch.verify(own))
+    finally:
+        torch.set_num_threads(threads)
+    assert together == alone
+    assert {len(tokens) for tokens in together} > {1}
+
+
+def test_a_seed_decides_and_another_seed_differs() -> None:
+    inputs = make_inputs(3, [3] * 40, 50)
+    first, again = emitted(dispatch.verify(inputs)), emitted(dispatch.verify(inputs))
+    other = emitted(dispatch.verify(inputs._replace(seeds=inputs.seeds + 1)))
+    assert first == again and sum(a == b for a, b in zip(first, other, strict=True)) < 20
+
+
+def test_greedy_ignores_seeds_and_takes_the_lowest_id_of_a_tie() -> None:
+    inputs = make_inputs(4, [1, 1], 6, temperature=0.0)
+    inputs.target_logits[:] = torch.tensor([0.0, 2.0, 1.0, 2.0, 0.0, 2.0])
+    inputs = inputs._replace(draft_token_ids=torch.tensor([[1], [3]]))
+    for seed in range(5):
+        assert emitted(dispatch.verify(inputs._replace(seeds=torch.full((2,), seed)))) == [[1, 1], [1]]
+
+
+@pytest.mark.parametrize("placeholder", [-1, -(2**40), 6, 2**40])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("with_law", [False, True], ids=["point", "law"])
+def test_placeholders_are_rejected_and_never_index(placeholder: int, temperature: float, with_law: bool) -> None:
+    inputs = make_inputs(5, [2, 2], 6, temperature=temperature, with_law=with_law)
+    inputs.draft_token_ids[:] = placeholder
+    out = dispatch.verify(inputs)
+    assert out.num_emitted.tolist() == [1, 1] and (out.token_ids[:, 0] < 6).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_rows_fail_only_their_own_request(temperature: float) -> None:
+    inputs = make_inputs(6, [2, 2, 2], 7, temperature=temperature)
+    sound = emitted(dispatch.verify(inputs))
+    inputs.target_logits[3, 2] = math.nan  # the first row of request 1
+    out = dispatch.verify(inputs)
+    assert out.failed.tolist() == [False, True, False]
+    assert emitted(out) == [sound[0], [], sound[2]]
+
+
+def test_a_nan_row_behind_the_rejection_is_not_needed() -> None:
+    inputs = make_inputs(7, [2], 7, temperature=0.0)
+    inputs.draft_token_ids[0, 0] = inputs.target_logits[0].argmin()
+    inputs.target_logits[1:] = math.nan
+    assert not dispatch.verify(inputs).failed.any()
+
+
+def test_empty_residual_falls_back_to_the_target() -> None:
+    """Draft = target and a forced rejection (token 0 has probability 0): p - q is 0 everywhere."""
+    logits = torch.tensor([-math.inf, 0.0, 1.0, 0.5]).expand(400, 4)
+    inputs = RejectionInputs(
+        target_logits=logits,
+        draft_token_ids=torch.zeros(200, 1, dtype=torch.int64),
+        cu_rows=torch.arange(201, dtype=torch.int32) * 2,
+        positions=torch.zeros(200, dtype=torch.int64),
+        temperature=torch.ones(200),
+        seeds=torch.arange(200),
+        draft_log_probs=logits[:200, None].log_softmax(-1) + 1e-3,
+    )
+    out = dispatch.verify(inputs)
+    assert not out.failed.any() and set(out.token_ids[:, 0].tolist()) == {1, 2, 3}
+
+
+def test_shapes_are_checked() -> None:
+    inputs = make_inputs(8, [2, 1], 6, with_law=True)
+    for broken in (
+        inputs._replace(cu_rows=inputs.cu_rows[:-1]),
+        inputs._replace(seeds=inputs.seeds[:1]),
+        inputs._replace(token_map=torch.arange(3)),
+        inputs._replace(draft_log_probs=None, token_map=torch.arange(6)),
+    ):
+        with pytest.raises(ValueError, match="must be|pass both"):
+            dispatch.verify(broken)
+
+
+def splitmix64(state: int) -> int:
+    """The published generator in plain integers: finaliser of state + golden."""
+    mask = (1 << 64) - 1
+    z = (state + 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+def test_noise_is_splitmix64() -> None:
+    assert splitmix64(0) == 0xE220A8397B1DCDAF  # its first published output for seed 0
+    for seed, position, stream in ((0, 0, Stream.DRAFT), (-5, 2**40, Stream.ACCEPT), (2**62, 7, Stream.RECOVER)):
+        key = splitmix64(splitmix64(splitmix64(seed & (2**64 - 1)) ^ position) ^ stream)
+        keys = noise_keys(torch.tensor([seed]), torch.tensor([position]), stream)
+        assert int(keys[0]) & (2**64 - 1) == key
+        word = splitmix64((key + 3 * 0x9E3779B97F4A7C15) & (2**64 - 1))
+        found = uniforms(keys, torch.tensor([3]), torch.float64)
+        assert float(found[0]) == pytest.approx(((word >> 11) + 0.5) * 2.0**-53, rel=1e-15)
+
+
+def test_noise_is_uniform_and_streams_are_uncorrelated() -> None:
+    n = 200_000
+    columns = []
+    for stream in Stream:
+        u = uniforms(noise_keys(torch.arange(n), torch.full((n,), 3), stream), torch.tensor(9))
+        assert float(u.min()) > 0 and float(u.max()) < 1
+        distance = (u.sort().values - torch.arange(1, n + 1) / n).abs().max()
+        assert float(distance) < 2.3 / math.sqrt(n)  # Kolmogorov-Smirnov at p of about 5e-5
+        columns.append(u)
+    others = (
+        noise_keys(torch.arange(n), torch.full((n,), 4), Stream.DRAFT),
+        noise_keys(torch.arange(n) + 1, torch.full((n,), 3), Stream.DRAFT),
+    )
+    columns += [uniforms(keys, torch.tensor(9)) for keys in others]
+    off_diagonal = torch.corrcoef(torch.stack(columns)) - torch.eye(len(columns))
+    assert float(off_diagonal.abs().max()) < 4.5 / math.sqrt(n)
+
+
+def test_gumbel_tail_is_not_cut() -> None:
+    """Rare tokens of a large vocabulary win by noise near 16.6, where uniforms of 24 bits would end and often tie."""
+    noise = gumbels(noise_keys(torch.arange(200), torch.zeros(200, dtype=torch.int64), Stream.RECOVER), 100_000)
+    assert torch.isfinite(noise).all()
+    assert float(noise.mean()) == pytest.approx(0.577216, abs=1e-3)
+    largest = noise.max(dim=1).values - math.log(100_000)  # again standard Gumbel
+    assert float(largest.mean()) == pytest.approx(0.577216, abs=4 * 1.2825 / math.sqrt(200))
+    assert noise.flatten().topk(250).values.unique().numel() > 245
+
+
+def test_float64_gumbel_draws_the_same_law() -> None:
+    inputs = make_inputs(9, [2] * 500, 30)
+    narrow, wide = emitted(dispatch.verify(inputs)), emitted(dispatch.verify(inputs, fp64_gumbel=True))
+    assert sum(a == b for a, b in zip(narrow, wide, strict=True)) > 495

@@ -1,0 +1,28 @@
+"""Runs the Triton cases: compiled on a GPU, else in Triton's interpreter, which must be chosen before the import."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+CASES = Path(__file__).with_name("triton_cases.py")
+
+
+def run_cases(environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(CASES)]
+    result = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels are tested instead")
+def test_kernels_equal_their_twins_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_cases({"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.gpu
+def test_kernels_equal_their_twins_compiled() -> None:
+    run_cases({"TRITON_INTERPRET": "0"})

@@ -1,0 +1,206 @@
+"""Triton kernels against their PyTorch twins. Run compiled on a GPU, or in Triton's interpreter by `test_triton.py`."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.kernels import attention, reference, rejection
+from spectrain.kernels.records import RejectionInputs, Stream
+
+# The interpreter computes with numpy, which warns where a GPU just gives NaN.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def poison_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that a kernel forgets to write must show: NaN for floats, -7 for integers, True for flags."""
+    empty = torch.empty
+
+    def poisoned(*shape: int, **options: torch.dtype) -> Tensor:
+        tensor = empty(*shape, **options)
+        if tensor.dtype == torch.bool:
+            return tensor.fill_(True)
+        return tensor.fill_(math.nan if tensor.is_floating_point() else -7)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def random_inputs(
+    lengths: list[int], vocab: int, seed: int, law: str = "point", temperature: float | None = None
+) -> RejectionInputs:
+    """Requests of mixed temperature whose drafts are often good, with a placeholder in the last of them."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, k = len(lengths), max(lengths)
+    cu_rows = torch.tensor([0, *torch.tensor([n + 1 for n in lengths]).cumsum(0).tolist()], dtype=torch.int32)
+    logits = 3 * torch.randn(int(cu_rows[-1]), vocab, generator=generator)
+    logits[:, 0] = -torch.inf
+    drafts = torch.full((batch, k), -1)
+    for b, n in enumerate(lengths):
+        drafts[b, :n] = logits[cu_rows[b] : cu_rows[b] + n].argmax(dim=-1)
+    wrong = torch.rand(drafts.shape, generator=generator) < 0.2
+    drafts = torch.where(wrong & (drafts >= 0), torch.randint(0, vocab, drafts.shape, generator=generator), drafts)
+    if k:
+        drafts[-1, lengths[-1] - 1] = -1
+    log_probs, token_map = None, None
+    if law != "point" and k:
+        width = vocab
+        if law == "reduced":
+            width = vocab // 2
+            token_map = torch.randperm(vocab, generator=generator)[:width].sort().values
+        log_probs = torch.randn(batch, k, width, generator=generator).log_softmax(dim=-1)
+    temperatures = torch.tensor([(0.0, 1.0, 0.7)[b % 3] if temperature is None else temperature for b in range(batch)])
+    tensors = (
+        logits,
+        drafts,
+        cu_rows,
+        torch.randint(0, 4000, (batch,), generator=generator),
+        temperatures,
+        torch.randint(-(2**62), 2**62, (batch,), generator=generator),
+        log_probs,
+        token_map,
+    )
+    return RejectionInputs(*(None if t is None else t.to(DEVICE) for t in tensors))
+
+
+def assert_equal_to_twin(inputs: RejectionInputs, fp64_gumbel: bool = False) -> None:
+    found = rejection.verify(inputs, fp64_gumbel=fp64_gumbel)
+    expected = reference.verify(inputs, fp64_gumbel=fp64_gumbel)
+    for name in found._fields:
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), f"{name}: {ours} != {theirs}"
+
+
+@pytest.mark.parametrize("fp64_gumbel", [False, True])
+@pytest.mark.parametrize("law", ["point", "full", "reduced"])
+def test_verify_equals_twin(law: str, fp64_gumbel: bool) -> None:
+    for seed in range(4):
+        assert_equal_to_twin(random_inputs([3, 1, 4, 0, 2, 4], 1037, seed, law), fp64_gumbel)
+
+
+@pytest.mark.parametrize("vocab", [1, 63, 1024, 8193])
+def test_vocabulary_tail_is_masked(vocab: int) -> None:
+    inputs = random_inputs([2, 0, 1], vocab, seed=vocab, temperature=1.0)
+    wide = torch.full((inputs.target_logits.shape[0], vocab + 50), 1e4, device=DEVICE)
+    wide[:, :vocab] = inputs.target_logits if vocab > 1 else 0.0
+    assert_equal_to_twin(inputs._replace(target_logits=wide[:, :vocab]))
+
+
+def test_no_drafts_at_all() -> None:
+    assert_equal_to_twin(random_inputs([0, 0, 0, 0], 100, seed=1))
+
+
+def test_empty_batch() -> None:
+    inputs = random_inputs([1], 10, seed=0)
+    empty = inputs._replace(
+        target_logits=inputs.target_logits[:0],
+        draft_token_ids=inputs.draft_token_ids[:0],
+        cu_rows=inputs.cu_rows[:1],
+        positions=inputs.positions[:0],
+        temperature=inputs.temperature[:0],
+        seeds=inputs.seeds[:0],
+    )
+    assert rejection.verify(empty).token_ids.shape == (0, 2)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_bad_row_fails_only_its_request(poison: float) -> None:
+    inputs = random_inputs([2, 2, 2, 2, 2, 2], 300, seed=3)
+    for row in (3, 7, 11, 15):  # first row of request 1, second of 2, last of 3, first of 5
+        if math.isinf(poison) and poison < 0:
+            inputs.target_logits[row] = poison
+        else:
+            inputs.target_logits[row, 77] = poison
+    assert_equal_to_twin(inputs)
+    assert rejection.verify(inputs).failed.any()
+
+
+def test_degenerate_residual_falls_back_to_target() -> None:
+    inputs = random_inputs([1, 1, 1], 9, seed=5, temperature=1.0)
+    law = inputs.target_logits[::2].log_softmax(-1)[:, None] + 1e-3  # a hair above p, so that no p - q is positive
+    drafts = torch.zeros(3, 1, dtype=torch.int64, device=DEVICE)  # token 0 has p = q = 0: rejected, and p - q = 0
+    assert_equal_to_twin(inputs._replace(draft_token_ids=drafts, draft_log_probs=law))
+    assert (rejection.verify(inputs._replace(draft_token_ids=drafts, draft_log_probs=law)).token_ids[:, 0] > 0).all()
+
+
+@pytest.mark.parametrize("stream", list(Stream))
+def test_sample_equals_twin(stream: Stream) -> None:
+    inputs = random_inputs([0] * 7, 2051, seed=11)
+    arguments = (inputs.target_logits, inputs.temperature, inputs.seeds, inputs.positions, stream)
+    assert torch.equal(rejection.sample(*arguments), reference.sample(*arguments))
+
+
+class Pages:
+    """Random planes, shuffled block tables and packed queries."""
+
+    def __init__(
+        self,
+        query_lens: list[int],
+        seq_lens: list[int],
+        heads: tuple[int, int],
+        widths: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        generator = torch.Generator().manual_seed(sum(seq_lens))
+        block_size = 5
+        blocks = [-(-n // block_size) for n in seq_lens]
+        order = torch.randperm(sum(blocks), generator=generator) + 1
+        tables = torch.zeros(len(seq_lens), max(blocks), dtype=torch.int32)
+        for b, (taken, end) in enumerate(zip(blocks, torch.tensor(blocks).cumsum(0).tolist(), strict=True)):
+            tables[b, :taken] = order[end - taken : end]
+        shape = (sum(blocks) + 1, block_size, heads[1])
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(*size, generator=generator).to(DEVICE, dtype)
+
+        self.q = normal(sum(query_lens), heads[0], widths[0])
+        self.k, self.v = normal(*shape, widths[0]), normal(*shape, widths[1])
+        self.sinks = normal(heads[0])
+        cu = torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32)
+        self.where = (cu.to(DEVICE), torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), tables.to(DEVICE))
+        self.sizes = {"max_query_len": max(query_lens), "max_seq_len": max(seq_lens), "scale": widths[0] ** -0.5}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="causal"),
+        pytest.param({"window": 7}, id="window"),
+        pytest.param({"chunk": 6}, id="chunk"),
+        pytest.param({"softcap": 2.0}, id="softcap"),
+        pytest.param({"sinks": True, "window": 9}, id="sinks"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("heads", "widths"), [((4, 2), (16, 16)), ((3, 1), (24, 12)), ((2, 2), (40, 64))], ids=["gqa", "mqa", "mha"]
+)
+def test_paged_attention_equals_twin(options: dict, heads: tuple[int, int], widths: tuple[int, int]) -> None:
+    pages = Pages([1, 9, 3, 1], [33, 9, 12, 1], heads, widths, torch.float32)
+    options = options | ({"sinks": pages.sinks} if options.get("sinks") else {})
+    found = attention.paged_attention(pages.q, pages.k, pages.v, *pages.where, **pages.sizes, **options)
+    expected = reference.paged_attention(pages.q, pages.k, pages.v, *pages.where, **pages.sizes, **options)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+
+
+def test_keys_beyond_a_request_are_not_read() -> None:
+    pages = Pages([1, 2], [6, 11], (2, 1), (16, 16), torch.float32)
+    expected = attention.paged_attention(pages.q, pages.k, pages.v, *pages.where, **pages.sizes)
+    for plane in (pages.k, pages.v):
+        plane[0] = math.nan
+        for b, seq_len in enumerate((6, 11)):
+            plane[pages.where[2][b, seq_len // 5].long(), seq_len % 5 :] = math.nan
+    found = attention.paged_attention(pages.q, pages.k, pages.v, *pages.where, **pages.sizes)
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+
+
+def test_store_kv_equals_twin() -> None:
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(7, 3, 20, generator=generator), torch.randn(7, 3, 11, generator=generator)
+    slots = torch.tensor([3, 0, 19, 8, 7, 12, 5])
+    planes = [(torch.zeros(4, 5, 3, 20).to(DEVICE), torch.zeros(4, 5, 3, 11).to(DEVICE)) for _ in range(2)]
+    attention.store_kv(k.to(DEVICE), v.to(DEVICE), *planes[0], slots.to(DEVICE))
+    reference.store_kv(k.to(DEVICE), v.to(DEVICE), *planes[1], slots.to(DEVICE))
+    for ours, theirs in zip(*planes, strict=True):
+        assert torch.equal(ours, theirs)

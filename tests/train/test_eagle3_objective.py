@@ -1,0 +1,353 @@
+"""EAGLE-3's objective against an independent decoder, its dependency table and its reduction."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.heads.eagle3 import Eagle3Head
+from spectrain.heads.target_tensors import FinalNorm, TargetTensors
+from spectrain.tests.train.reference_decoder import teacher_forced
+from spectrain.tests.train.toys import (
+    Document,
+    counted,
+    gradients,
+    make_head,
+    pack,
+    random_document,
+    random_target,
+    share,
+    tiny_config,
+)
+from spectrain.train import losses as losses_module
+from spectrain.train.batch import TrainBatch
+from spectrain.train.objectives.base import predicted_acceptance_length
+from spectrain.train.objectives.eagle3 import Eagle3Objective, Eagle3Settings
+
+STYLES = {
+    "llama": {},
+    "qwen3": {"layer_style": "qwen3"},
+    "norm before residual": {"norm_before_residual": True},
+    "norm before fc": {"norm_before_fc": True},
+    "eagle3.1": {"fc_norm": True, "norm_output": True},
+    "two layers": {"num_layers": 2},
+    "two layers, every flag": {
+        "num_layers": 2,
+        "layer_style": "qwen3",
+        "norm_before_residual": True,
+        "norm_before_fc": True,
+        "fc_norm": True,
+        "norm_output": True,
+    },
+    "reduced vocabulary": {"draft_vocab_size": 11},
+}
+
+
+def unrolled_logits(head: Eagle3Head, target: TargetTensors, batch: TrainBatch, objective: Eagle3Objective) -> Tensor:
+    """Draft logits [steps, batch, seq, draft_vocab] of a real call of the objective."""
+    captured: list[Tensor] = []
+    hook = head.register_forward_hook(lambda _m, _i, output: captured.append(output.logits_states))
+    objective(head, target, batch)
+    hook.remove()
+    return torch.stack([head.logits(x, target) for x in captured])
+
+
+def packed_case(generator: torch.Generator) -> list[list[Document]]:
+    lengths = [[7], [4, 2], [1, 5]]
+    return [[random_document(n, 16, 16, generator) for n in row] for row in lengths]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_training_logits_equal_an_incremental_decoder(style: str):
+    config, target = tiny_config(**STYLES[style]), random_target(16, 16)
+    head = make_head(config, target, random_norms=True)
+    rows = packed_case(torch.Generator().manual_seed(1))
+    objective = Eagle3Objective(config, Eagle3Settings(steps=4))
+    batch = pack(rows, target, 4, seq=8)
+    found = unrolled_logits(head, target, batch, objective)
+    moved = unrolled_logits(head, target, batch._replace(positions=batch.positions + 7), objective)
+    compared = 0
+    for b, row in enumerate(rows):
+        start = 0
+        for document in row:
+            for (t, k), expected in teacher_forced(head, target, document.token_ids, document.aux, 4).items():
+                torch.testing.assert_close(found[k, b, start + t], expected, atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(moved[k, b, start + t], expected, atol=1e-5, rtol=1e-5)
+                compared += 1
+            start += len(document.token_ids)
+    assert compared == 18 + 6 + 1 + 0 + 10  # sum over documents of min(4, n-1-t)
+
+
+@pytest.mark.parametrize("kind", ["ce", "kl", "tv", "lk_alpha"])
+@pytest.mark.parametrize("style", ["llama", "reduced vocabulary"])
+def test_loss_equals_the_formula_on_the_decoders_logits(style: str, kind: losses_module.LossKind):
+    """Soft labels included: softmax(lm_head(norm(h_L))), the norm exactly once."""
+    config, target = tiny_config(**STYLES[style]), random_target(16, 16)
+    head = make_head(config, target, random_norms=True)
+    rows = packed_case(torch.Generator().manual_seed(1))
+    objective = Eagle3Objective(config, Eagle3Settings(steps=3, step_decay=0.6, loss=kind))
+    batch = counted(objective, head, pack(rows, target, 3))
+    output = objective(head, target, batch)
+    ids = head.draft_to_target()
+    ids = torch.arange(16) if ids is None else ids
+    sums, counts = [0.0] * 3, [0] * 3
+    for document in (d for row in rows for d in row):
+        law = formula_law(target, document.final)
+        for (t, k), logits in teacher_forced(head, target, document.token_ids, document.aux, 3).items():
+            if t + 2 + k >= len(document.token_ids):
+                continue
+            p, label = law[t + 1 + k], document.token_ids[t + 2 + k]
+            wanted = label if kind == "ce" else p.argmax()
+            if wanted in ids:
+                sums[k] += float(formula_loss(kind, logits.softmax(0), p[ids], (ids == label).nonzero()))
+                counts[k] += 1
+    assert batch.denominators.tolist() == counts and min(counts) > 0
+    expected = sum(0.6**k * sums[k] / counts[k] for k in range(3))
+    assert float(output.loss.detach()) == pytest.approx(expected, rel=1e-5)
+
+    normed_twice = dataclasses.replace(target, norm=lambda x: target.norm(target.norm(x)))
+    without_norm = dataclasses.replace(target, norm=FinalNorm("none", None, None, 0.0))
+    for wrong in (normed_twice, without_norm):
+        if kind != "ce":
+            assert abs(float(objective(head, wrong, batch).loss.detach()) - expected) > 1e-3
+
+
+def formula_law(target: TargetTensors, final: Tensor) -> Tensor:
+    assert target.norm.weight is not None
+    normed = final / (final.pow(2).mean(-1, keepdim=True) + target.norm.eps).sqrt() * target.norm.weight
+    return (normed @ target.lm_head.T).softmax(-1)
+
+
+def formula_loss(kind: str, q: Tensor, p: Tensor, label: Tensor) -> Tensor:
+    alpha = torch.minimum(p, q).sum()
+    kept = p / p.sum()
+    if kind == "ce":
+        return -q[label[0, 0]].log()
+    return {"kl": (kept * (kept / q).log()).sum(), "tv": 1 - alpha, "lk_alpha": -alpha.log()}[kind]
+
+
+def test_fc_receives_the_declared_layers_in_ascending_order():
+    config, target = tiny_config(), random_target(16, 16)
+    assert config.layer_ids == (2, 3, 4)
+    head = make_head(config, target)
+    seen: list[Tensor] = []
+    head.fc.register_forward_hook(lambda _m, inputs, _o: seen.append(inputs[0]))
+    signatures = torch.tensor(config.layer_ids, dtype=torch.float32)[:, None].expand(3, 16)
+    document = random_document(5, 16, 16, torch.Generator().manual_seed(0))
+    batch = pack([[document._replace(aux=signatures.expand(5, 3, 16))]], target, 2)
+    Eagle3Objective(config, Eagle3Settings(steps=2))(head, target, batch)
+    assert len(seen) == 1  # later steps are conditioned on the head's own feedback
+    assert seen[0][0, 0].view(3, 16).tolist() == signatures.tolist()
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_each_row_depends_on_exactly_what_the_drafter_knows(num_layers: int):
+    """States h_0..h_t and tokens x_1..x_{t+1+k} of its own document: all of them, nothing else."""
+    config, target = tiny_config(vocab=32, num_layers=num_layers), random_target(32, 16)
+    head = make_head(config, target)
+    lengths, steps, generator = [6, 5], 3, torch.Generator().manual_seed(0)
+    documents, start = [], 0
+    for n in lengths:  # every token id appears once, so an embedding row names a position
+        documents.append(random_document(n, 32, 16, generator)._replace(token_ids=torch.arange(start, start + n)))
+        start += n
+    batch = pack([documents], target, steps, seq=13)
+    aux = batch.aux_states.requires_grad_()
+    embeds = target.embed_tokens.requires_grad_()
+    logits = unrolled_logits(
+        head, target, batch._replace(aux_states=aux), Eagle3Objective(config, Eagle3Settings(steps=steps))
+    )
+    probe = torch.randn(logits.shape[-1], generator=generator)
+    start = 0
+    for n in lengths:
+        for k in range(steps):
+            for t in range(n - 1 - k):
+                by_state, by_token = torch.autograd.grad(
+                    logits[k, 0, start + t] @ probe, [aux, embeds], retain_graph=True
+                )
+                states = by_state[0].abs().sum((-1, -2)).nonzero().squeeze(1).tolist()
+                tokens = by_token.abs().sum(-1).nonzero().squeeze(1).tolist()
+                assert states == list(range(start, start + t + 1))
+                assert tokens == list(range(start + 1, start + t + 2 + k))
+        start += n
+
+
+def test_only_the_table_of_counted_rows_can_change_the_loss():
+    """Mask 00111011 counts (1,0) (2,0) (5,0) (1,1): x_0, x_7, aux rows 6, 7 and final rows 0 1 4 5 7 play no part."""
+    config, target = tiny_config(), random_target(16, 16)
+    head = make_head(config, target)
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.tensor([c == "1" for c in "00111011"])
+    document = random_document(8, 16, 16, generator)._replace(loss_mask=mask)
+    objective = Eagle3Objective(config, Eagle3Settings(steps=3))
+
+    def loss(changed: Document) -> float:
+        batch = pack([[changed]], target, 3)
+        assert objective.count(head, batch).tolist() == [3, 1, 0]
+        with torch.no_grad():
+            return float(objective(head, target, batch._replace(denominators=torch.tensor([3.0, 1.0, 0.0]))).loss)
+
+    expected = loss(document)
+    for t in range(8):
+        token_ids, aux, final = document.token_ids.clone(), document.aux.clone(), document.final.clone()
+        token_ids[t] = (token_ids[t] + 1) % 16
+        aux[t] += 1
+        final[t] = torch.randn(16, generator=generator)
+        assert (loss(document._replace(token_ids=token_ids)) == expected) == (t in (0, 7))
+        assert (loss(document._replace(aux=aux)) == expected) == (t in (6, 7))
+        assert (loss(document._replace(final=final)) == expected) == (t in (0, 1, 4, 5, 7))
+
+
+def test_noise_in_one_packed_document_leaves_the_other_alone():
+    config, target = tiny_config(), random_target(16, 16)
+    head = make_head(config, target)
+    generator = torch.Generator().manual_seed(0)
+    kept = random_document(6, 16, 16, generator)
+    objective = Eagle3Objective(config, Eagle3Settings(steps=3))
+    alone = unrolled_logits(head, target, pack([[kept]], target, 3), objective)
+    for seed in range(2):
+        noise = random_document(5, 16, 16, torch.Generator().manual_seed(seed + 10))
+        after = unrolled_logits(head, target, pack([[noise, kept]], target, 3), objective)[:, :, 5:]
+        before = unrolled_logits(head, target, pack([[kept, noise]], target, 3), objective)[:, :, :6]
+        for k in range(3):  # rows whose input token exists
+            torch.testing.assert_close(after[k, :, : 5 - k], alone[k, :, : 5 - k], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(before[k, :, : 5 - k], alone[k, :, : 5 - k], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ce", "kl", "tv", "lk_alpha"])
+def test_gradient_does_not_depend_on_batching_padding_packing_or_ranks(kind: losses_module.LossKind):
+    config, target = tiny_config(draft_vocab_size=11), random_target(16, 16)
+    head = make_head(config, target)
+    generator = torch.Generator().manual_seed(0)
+    lengths = [(9, 2), (5, 0), (3, 0), (12, 8), (7, 5), (4, 4), (10, 0), (6, 1)]  # tokens, of these prompt
+    documents = [random_document(n, 16, 16, generator, prompt=p) for n, p in lengths]
+    objective = Eagle3Objective(config, Eagle3Settings(steps=4, loss=kind))
+    denominators = objective.count(head, pack([[d] for d in documents], target, 4))
+    assert (denominators > 0).all()
+
+    def summed(batches: list[TrainBatch]) -> dict[str, Tensor]:
+        head.zero_grad()
+        counted_rows = torch.stack([objective.count(head, b) for b in batches]).sum(0)
+        assert counted_rows.tolist() == denominators.tolist()
+        for batch in batches:
+            objective(head, target, batch._replace(denominators=denominators)).loss.backward()
+        return gradients(head)
+
+    one_batch = summed([pack([[d] for d in documents], target, 4)])
+    layouts = {
+        "accumulation": [pack([[d]], target, 4) for d in documents],
+        "padding": [pack([[d] for d in documents], target, 4, seq=29)],
+        "packing": [pack([documents[:3], documents[3:5], documents[5:]], target, 4)],
+        "two unequal ranks": [pack([[d] for d in documents[:3]], target, 4), pack([documents[3:]], target, 4)],
+        "a rank without rows": [pack([[d] for d in documents], target, 4), pack([[documents[5]]], target, 4)],
+    }
+    for layout, batches in layouts.items():
+        if layout == "a rank without rows":
+            batches[1] = batches[1]._replace(loss_mask=torch.zeros_like(batches[1].loss_mask))
+        for name, grad in summed(batches).items():
+            torch.testing.assert_close(grad, one_batch[name], atol=1e-6, rtol=1e-5, msg=f"{layout}: {name}")
+
+
+@pytest.mark.parametrize("kind", ["ce", "kl", "tv", "lk_lambda", "lk_alpha"])
+def test_batch_without_supervised_rows_gives_finite_zeros_for_every_parameter(kind: losses_module.LossKind):
+    config, target = tiny_config(num_layers=2, draft_vocab_size=5), random_target(16, 16)
+    head = make_head(config, target)
+    document = random_document(6, 16, 16, torch.Generator().manual_seed(0))
+    objective = Eagle3Objective(config, Eagle3Settings(steps=3, loss=kind))
+    empty = pack([[document._replace(loss_mask=torch.zeros(6, dtype=torch.bool))]], target, 3, seq=9)
+    assert objective.count(head, empty).tolist() == [0, 0, 0]
+    output = objective(head, target, empty._replace(denominators=torch.zeros(3)))
+    output.loss.backward()
+    assert output.loss == 0
+    assert all((grad == 0).all() for grad in gradients(head).values())
+    assert predicted_acceptance_length(output.metrics) == 1.0
+
+
+def test_rows_the_head_cannot_draft_are_removed_and_still_count_as_misses():
+    config, target = tiny_config(draft_vocab_size=4), random_target(16, 16)
+    head = make_head(config, target)
+    document = random_document(40, 16, 16, torch.Generator().manual_seed(0))
+    objective = Eagle3Objective(config, Eagle3Settings(steps=2))
+    batch = counted(objective, head, pack([[document]], target, 2))
+    ids = head.draft_to_target()
+    assert ids is not None
+    tops = target.logits(document.final).argmax(-1)
+    expected = [sum(int(tops[t + 1 + k] in ids) for t in range(40 - 2 - k)) for k in range(2)]
+    assert batch.denominators.tolist() == expected and 0 < expected[0] < 38
+    output = objective(head, target, batch)
+    assert output.metrics["loss_0"][1] == expected[0]
+    assert output.metrics["agree_0"][1] == 38 and output.metrics["agree_0"][0] <= expected[0]
+
+
+def test_acceptance_metrics_equal_counts_on_the_decoders_logits():
+    config, target = tiny_config(vocab=2, hidden=8), random_target(2, 8)
+    head = make_head(config, target)
+    documents = [random_document(n, 2, 8, torch.Generator().manual_seed(n)) for n in (25, 11, 4)]
+    objective = Eagle3Objective(config, Eagle3Settings(steps=3))
+    output = objective(head, target, pack([[d] for d in documents], target, 3))
+    agree, accept, valid = [0] * 3, [0] * 3, [0] * 3
+    for document in documents:
+        tops = target.logits(document.final).argmax(-1)
+        logits = teacher_forced(head, target, document.token_ids, document.aux, 3)
+        hits = {(t, k): int(logits[t, k].argmax()) == int(tops[t + 1 + k]) for t, k in logits}
+        for t, k in hits:
+            if t + 2 + k < len(document.token_ids):
+                valid[k] += 1
+                agree[k] += hits[t, k]
+                accept[k] += all(hits[t, j] for j in range(k + 1))
+    assert accept != agree and min(accept) > 0
+    for k in range(3):
+        assert tuple(map(float, output.metrics[f"agree_{k}"])) == (agree[k], valid[k])
+        assert tuple(map(float, output.metrics[f"accept_{k}"])) == (accept[k], valid[k])
+    expected = 1 + sum(a / v for a, v in zip(accept, valid, strict=True))
+    assert predicted_acceptance_length(output.metrics) == pytest.approx(expected)
+
+
+def test_gradients_flow_through_earlier_steps():
+    """Supervising only the last step still moves what the first step alone computes: the combined aux states."""
+    config, target = tiny_config(), random_target(16, 16)
+    head = make_head(config, target)
+    batch = pack([[random_document(5, 16, 16, torch.Generator().manual_seed(0))]], target, 3)
+    only_last = batch._replace(denominators=torch.tensor([torch.inf, torch.inf, 1.0]))
+    Eagle3Objective(config, Eagle3Settings(steps=3))(head, target, only_last).loss.backward()
+    assert head.fc.weight.grad is not None and head.fc.weight.grad.abs().max() > 1e-4
+
+
+def test_bfloat16_shards_and_autocast_keep_a_float32_loss():
+    config, target = tiny_config(), random_target(16, 16)
+    head = make_head(config, target)
+    objective = Eagle3Objective(config, Eagle3Settings(steps=3))
+    batch = pack([[random_document(20, 16, 16, torch.Generator().manual_seed(0))]], target, 3)
+    batch = counted(objective, head, batch)
+    wide = objective(head, target, batch).loss
+    assert batch.final_states is not None
+    low_batch = batch._replace(aux_states=batch.aux_states.bfloat16(), final_states=batch.final_states.bfloat16())
+    assert objective(head, target, low_batch).loss.dtype is torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = objective(head, target.to("cpu", torch.bfloat16), low_batch).loss
+    assert low.dtype is torch.float32
+    torch.testing.assert_close(low, wide, rtol=5e-2, atol=0)
+    low.backward()
+    assert all(torch.isfinite(grad).all() and grad.dtype is torch.float32 for grad in gradients(head).values())
+
+
+def test_missing_last_state_and_bad_settings_are_refused():
+    config, target = tiny_config(), random_target(16, 16)
+    head = make_head(config, target)
+    batch = pack([[random_document(5, 16, 16, torch.Generator().manual_seed(0))]], target, 2)
+    with pytest.raises(ValueError, match="shards without id L"):
+        Eagle3Objective(config, Eagle3Settings(steps=2))(head, target, batch._replace(final_states=None))
+    for settings in ({"steps": 0}, {"step_decay": 0.0}, {"step_decay": math.nan}, {"attention": "sdpa"}):
+        with pytest.raises(ValueError, match=f"objective.{next(iter(settings))}"):
+            Eagle3Settings(**settings)
+
+
+def test_share_of_a_metric_is_numerator_over_denominator():
+    config, target = tiny_config(), random_target(16, 16)
+    head = make_head(config, target)
+    objective = Eagle3Objective(config, Eagle3Settings(steps=1))
+    batch = counted(objective, head, pack([[random_document(9, 16, 16, torch.Generator().manual_seed(0))]], target, 1))
+    output = objective(head, target, batch)
+    assert share(output, "loss_0") == pytest.approx(float(output.loss.detach()), rel=1e-6)
+    assert 0 < share(output, "alpha_0") < 1
