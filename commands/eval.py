@@ -111,8 +111,8 @@ def evaluate(
         sys.exit(1)
 
 
-def run(options: Options) -> "list[MethodResult]":
-    """Measures every prompt file, writes the report folder and prints the table."""
+def run(options: Options, *, quiet: bool = False) -> "list[MethodResult]":
+    """Measures every prompt file, writes the report folder and, unless `quiet`, prints the table."""
     method = _method(options)
     _check_out(options)
     params = _params(options)
@@ -135,8 +135,9 @@ def run(options: Options) -> "list[MethodResult]":
             measured.append(_measure(method, name, prompts, params, k, options, target, build, progress))
     results = [m.result for m in measured]
     _write(options, k, target, measured)
-    print_table(results)
-    print(f"report: {options.out / 'report.html'}")
+    if not quiet:
+        print_table(results)
+        print(f"report: {options.out / 'report.html'}")
     return results
 
 
