@@ -1,4 +1,4 @@
-"""Evaluation through the real engine on a tiny target: figures that follow from each other, and verdicts that notice."""
+"""Evaluation through the real engine on a tiny target: figures that agree with each other, verdicts that notice."""
 
 import dataclasses
 import math
