@@ -23,6 +23,7 @@ COMMANDS = {
     "eval": Command("eval:evaluate", "Measure a head: acceptance, speed-up, losslessness."),
     "quickstart": Command("quickstart:quickstart", "The whole loop on a small real model, in minutes, on a CPU."),
     "data": Command("data:app", "Make training conversations that the target itself wrote."),
+    "bench": Command("bench:app", "Speed beside other ways to decode, checked first."),
     "doctor": Command("doctor:doctor", "Show versions, devices and what is missing."),
 }
 

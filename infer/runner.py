@@ -155,7 +155,7 @@ class Runner:
         present = [law for law in laws if law is not None]
         if not present:
             return None, None
-        # a request without drafts has no law to look up: any row stands in for it; calls may differ in how far they drafted
+        # a request without drafts has no law to look up: any row stands in; calls may differ in how far they drafted
         rows = [law.log_probs[law.row, :width] for law in ((law or present[0]) for law in laws)]
         padded = [torch.nn.functional.pad(row, (0, 0, 0, width - row.shape[0])) for row in rows]
         return torch.stack(padded), present[0].token_map

@@ -1,9 +1,9 @@
 """What the trainer computes is what the engine serves, for every row and step, on the folder `fit` wrote.
 
 Extraction, training and `Engine.step` run for real on a tiny target in float32. The engine's drafts are then steered:
-the draft loop is fed the text's own tokens (as the trainer feeds it) while what is handed to verification is right, wrong
-at some position, or wrong at once, and blocks are too few for the batch, so that rejected drafts and preemptions lie in
-between. Every draft logit the engine produced must equal the trainer's at the same row and step.
+the draft loop is fed the text's own tokens (as the trainer feeds it) while what is handed to verification is right,
+wrong at some position, or wrong at once, and blocks are too few for the batch, so that rejected drafts and preemptions
+lie in between. Every draft logit the engine produced must equal the trainer's at the same row and step.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from spectrain.heads.eagle3 import Eagle3Head
 from spectrain.heads.folder import load_head
 from spectrain.infer.engine import Engine, EngineConfig
-from spectrain.infer.proposers.base import Drafts, DraftStep, ObservedRows
+from spectrain.infer.proposers.base import Drafts, DraftStep
 from spectrain.infer.proposers.eagle3 import Eagle3Proposer
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
@@ -35,21 +35,12 @@ class SteeredProposer(Eagle3Proposer):
         self.texts, self.spoil = texts, spoil
         self.generator = torch.Generator().manual_seed(0)
         self.logits: dict[tuple[int, int, int], torch.Tensor] = {}  # (request, row, step)
-        self.seen_again = 0
-
-    def observe(self, rows: ObservedRows) -> None:
-        first = rows.batch.positions[rows.batch.cu_seqlens[:-1].long()].tolist()
-        self.seen_again += sum(p == 0 and (r, 0) in self._started for p, r in zip(first, rows.request_ids, strict=True))
-        self._started.update((r, 0) for p, r in zip(first, rows.request_ids, strict=True) if p == 0)
-        super().observe(rows)
-
-    _started: set = set()
 
     def _draw(self, logits: torch.Tensor, step: DraftStep, k: int):
         tokens = []
         for i, (request, length) in enumerate(zip(step.request_ids, step.seq_lens.tolist(), strict=True)):
             text = self.texts[request]
-            if length + k - 1 < len(text):
+            if k < step.max_drafts[i]:  # beyond its room a request's row is padding
                 self.logits[request, length - 2, k] = logits[i].clone()
             tokens.append(text[length + k] if length + k < len(text) else 0)
         return torch.tensor(tokens), logits
@@ -105,7 +96,6 @@ def test_every_draft_logit_of_the_engine_is_the_trainers(world, spoil, num_block
     head = load_head(Path(head_folder), dtype=torch.float32).head
     assert isinstance(head, Eagle3Head)
     proposer = SteeredProposer(head, target.tensors(), dict(enumerate(texts)), spoil)
-    proposer._started = set()
     config = EngineConfig(num_draft_tokens=STEPS, num_blocks=num_blocks, block_size=4, max_batch_tokens=13)
     engine = Engine(target, proposer, config)
     outputs = engine.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True))

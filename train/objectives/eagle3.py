@@ -76,7 +76,7 @@ class Eagle3Objective(Objective):
         supervision = self._supervise(head, batch)
         # one transfer decides the rows of all steps
         steps, rows = supervision.weights.nonzero(as_tuple=True)
-        states = self._unroll(head, target, batch, rows.split(steps.bincount(minlength=self.num_terms).tolist()))
+        states = self.unroll(head, target, batch, rows.split(steps.bincount(minlength=self.num_terms).tolist()))
         label_rows, targets = alignment.soft_label_rows(rows, steps).unique(return_inverse=True)
         decay = self.settings.step_decay ** torch.arange(self.num_terms, device=steps.device)
         losses = soft_linear_loss(
@@ -108,7 +108,7 @@ class Eagle3Objective(Objective):
             labels = draft_ids([alignment.label_tokens(batch, k) for k in range(self.num_terms)])
         return _Supervision(valid, tops, labels, valid & (labels >= 0))
 
-    def _unroll(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, rows: tuple[Tensor, ...]) -> Tensor:
+    def unroll(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, rows: tuple[Tensor, ...]) -> Tensor:
         """The logits states [sum of rows, hidden] of each step's supervised rows, step by step."""
         device = batch.token_ids.device
         attend = UnrolledAttend(batch.document_ids, choose_backend(self.settings.attention, device))
