@@ -111,8 +111,8 @@ def evaluate(
         sys.exit(1)
 
 
-def run(options: Options) -> "list[MethodResult]":
-    """Measures every prompt file, writes the report folder and prints the table."""
+def run(options: Options, *, quiet: bool = False) -> "list[MethodResult]":
+    """Measures every prompt file, writes the report folder and, unless `quiet`, prints the table."""
     method = _method(options)
     _check_out(options)
     params = _params(options)
@@ -135,8 +135,9 @@ def run(options: Options) -> "list[MethodResult]":
             measured.append(_measure(method, name, prompts, params, k, options, target, build, progress))
     results = [m.result for m in measured]
     _write(options, k, target, measured)
-    print_table(results)
-    print(f"report: {options.out / 'report.html'}")
+    if not quiet:
+        print_table(results)
+        print(f"report: {options.out / 'report.html'}")
     return results
 
 
@@ -232,27 +233,33 @@ def _load_head(options: Options, target: "Target") -> "LoadedHead":
                 f"{options.head} was trained for a target of {name} {getattr(made, name)}, {options.model} has "
                 f"{getattr(found, name)}; give the target it was trained for"
             )
-    _warn_of_other_rendering(loaded.record, target, options)
+    _warn_of_differences(loaded.record, target, options)
     return loaded
 
 
-def _warn_of_other_rendering(record: Mapping[str, Any], target: "Target", options: Options) -> None:
-    """A head trained on another chat template or tokenizer drafts badly, and nothing else would say why."""
+def _warn_of_differences(record: Mapping[str, Any], target: "Target", options: Options) -> None:
+    """A head trained on another chat template, tokenizer or set of weights drafts badly; nothing else says why."""
     from ..infer.prompts import template_hash, tokenizer_hash
 
-    for name, compute in (("template_hash", template_hash), ("tokenizer_hash", tokenizer_hash)):
-        trained, here = record.get(name), compute(target.tokenizer)
-        if trained not in (None, here):
-            what = name.removesuffix("_hash").replace("template", "chat template")
+    trained = record.get("shards", {})
+    weights = json.loads(trained.get("target", {}).get("fingerprint") or "{}").get("weights")
+    here = target.fingerprint()["weights"]
+    pairs = {
+        "chat template": (trained.get("template_hash"), template_hash(target.tokenizer)),
+        "tokenizer": (trained.get("tokenizer_hash"), tokenizer_hash(target.tokenizer)),
+        "target's weights": (weights and weights["values"], here["values"]),
+    }
+    for what, (then, now) in pairs.items():
+        if then not in (None, now):
             print(
-                f"spectrain: warning: the {what} of {options.head} ({trained[:12]}) is not that of {options.model} "
-                f"({here[:12]}); acceptance will suffer",
+                f"spectrain: warning: the {what} {options.head} was trained with ({then[:12]}) differ from those of "
+                f"{options.model} ({now[:12]}); acceptance will suffer",
                 file=sys.stderr,
             )
 
 
 def _num_draft_tokens(options: Options, record: Mapping[str, Any]) -> int:
-    own = record.get("recipe", {}).get("serving", {}).get("num_draft_tokens", DEFAULT_NUM_DRAFT_TOKENS)
+    own = record.get("serving", {}).get("num_draft_tokens", DEFAULT_NUM_DRAFT_TOKENS)
     k = own if options.num_draft_tokens is None else options.num_draft_tokens
     if k < 1:
         raise EvalError(f"--num-draft-tokens must be at least 1, found {k}; use --method none for plain decoding")

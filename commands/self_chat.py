@@ -5,7 +5,6 @@ Nothing of the template's markup is known here: the header is what the template 
 
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -35,7 +34,7 @@ class SelfChatError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class SelfChat:
-    """What to write. Every value but `num` and `batch_size` is part of what a stopped run must agree with."""
+    """What to write. A run that continues must agree in everything but `num` and `batch_size`."""
 
     num: int
     max_new_tokens: int
@@ -68,8 +67,8 @@ class Headers(NamedTuple):
 def write_conversations(target: Target, settings: SelfChat, out: Path) -> Counts:
     """Appends conversations to `out` until `num` are kept; a run that was stopped continues where it was.
 
-    Each attempt has its own seed, and attempts are grouped by index alone, so that an interrupted run ends with the same
-    rows as an unbroken one. Raises SelfChatError where the model has no template or hardly anything is usable.
+    Each attempt has a seed of its own, so an interrupted run ends with the rows of an unbroken one. Raises
+    SelfChatError where the model has no template or hardly anything is usable.
     """
     headers = user_headers(target)
     counts, seen = _resume(out, settings, target)
@@ -79,8 +78,7 @@ def write_conversations(target: Target, settings: SelfChat, out: Path) -> Counts
     with _bar(settings.num, counts.kept) as advance:
         while counts.kept < settings.num:
             rows = _chunk(engine, headers, settings, range(counts.next_index, counts.next_index + chunk))
-            counts.kept += _append(out, rows, counts, seen, settings.num - counts.kept)
-            counts.next_index += chunk
+            _append(out, rows, counts, seen, settings.num)
             _save_progress(out, settings, target, counts)
             advance(counts.kept)
             if counts.kept < LOWEST_YIELD * counts.next_index:
@@ -176,28 +174,29 @@ def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _append(out: Path, rows: Sequence[dict[str, Any]], counts: Counts, seen: set[str], room: int) -> int:
-    """Writes the usable rows, at most `room`; returns how many."""
-    dropped = Counter(counts.dropped)
-    kept = 0
+def _append(out: Path, rows: Sequence[dict[str, Any]], counts: Counts, seen: set[str], num: int) -> None:
+    """Decides the rows in order until `num` are kept; writes the usable ones and counts the rest by reason."""
     with open(out, "a", encoding="utf-8") as file:
         for row in rows:
-            if kept == room:
+            if counts.kept == num:
                 break
             fault = row.get("fault")
-            key = "" if fault else " ".join(row["messages"][0]["content"].lower().split())
-            if not fault and key in seen:
+            if not fault and _key(row) in seen:
                 fault = "duplicate"
             if fault:
-                dropped[fault] += 1
-                continue
-            seen.add(key)
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            kept += 1
+                counts.dropped[fault] = counts.dropped.get(fault, 0) + 1
+            else:
+                seen.add(_key(row))
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                counts.kept += 1
+            counts.next_index = row["index"] + 1
         file.flush()
         os.fsync(file.fileno())
-    counts.dropped = dict(dropped)
-    return kept
+
+
+def _key(row: dict[str, Any]) -> str:
+    """Two questions that differ in case and spacing alone are one."""
+    return " ".join(row["messages"][0]["content"].lower().split())
 
 
 def _progress_path(out: Path) -> Path:
@@ -205,7 +204,7 @@ def _progress_path(out: Path) -> Path:
 
 
 def _identity(settings: SelfChat, target: Target) -> dict[str, Any]:
-    own = {key: value for key, value in asdict(settings).items() if key != "num"}
+    own = {key: value for key, value in asdict(settings).items() if key not in {"num", "batch_size"}}
     return {**own, "model": target.name}
 
 
@@ -233,7 +232,7 @@ def _resume(out: Path, settings: SelfChat, target: Target) -> tuple[Counts, set[
     temporary.write_text("".join(lines), encoding="utf-8")
     os.replace(temporary, out)
     rows = [json.loads(line) for line in lines]
-    return counts, {" ".join(row["messages"][0]["content"].lower().split()) for row in rows}
+    return counts, {_key(row) for row in rows}
 
 
 @contextmanager

@@ -20,7 +20,8 @@ def of_model(model: nn.Module, facts: TargetFacts) -> dict[str, Any]:
     names, values = hashlib.sha256(), hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         names.update(f"{name} {list(parameter.shape)}\n".encode())
-        index = torch.linspace(0, parameter.numel() - 1, min(SAMPLES, parameter.numel())).long()
+        # float32 cannot count the elements of a large matrix
+        index = torch.linspace(0, parameter.numel() - 1, min(SAMPLES, parameter.numel()), dtype=torch.float64).long()
         sample = parameter.detach().flatten()[index.to(parameter.device)]
         values.update(sample.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
     return {

@@ -102,7 +102,7 @@ def table_rows(result: MethodResult) -> list[tuple[str, str]]:
         ("temperature", f"{result.temperature:g}"),
         ("draft tokens", drafts),
         ("output tokens", f"{result.output_tokens:,}"),
-        ("acceptance length", f"{_number(result.acceptance_length)}  (1 + accepted / drafts)"),
+        ("acceptance length", _length(result.acceptance_length)),
         ("  after stops", _number(result.acceptance_length_kept)),
         ("tokens per step", _number(result.tokens_per_step)),
         ("acceptance by position", _rates(result.acceptance_by_position)),
@@ -134,6 +134,10 @@ def print_table(results: Sequence[MethodResult]) -> None:
     console.print(table, markup=False)
     for result in results:
         console.print(advice(result), markup=False)
+
+
+def _length(value: float | None) -> str:
+    return "none" if value is None else f"{value:.2f}  (1 + accepted / drafts)"
 
 
 def _number(value: float | None) -> str:

@@ -53,6 +53,8 @@ class Runner:
 
     def observe(self, scheduled: Sequence[ScheduledRequest], result: StepResult, kept: Sequence[int]) -> None:
         """Shows the proposer every final row; `kept[i]` tokens of request i reached its output."""
+        if not self.proposer.requirements.observes:
+            return
         rows, nexts, counts, seen = [], [], [], []
         offset = 0
         for item, num_kept, failed in zip(scheduled, kept, result.failed, strict=True):
@@ -153,9 +155,10 @@ class Runner:
         present = [law for law in laws if law is not None]
         if not present:
             return None, None
-        # a request without drafts has no law to look up: any row stands in for it
-        rows = [(law or present[0]) for law in laws]
-        return torch.stack([law.log_probs[law.row, :width] for law in rows]), present[0].token_map
+        # a request without drafts has no law to look up: any row stands in for it; calls may differ in how far they drafted
+        rows = [law.log_probs[law.row, :width] for law in ((law or present[0]) for law in laws)]
+        padded = [torch.nn.functional.pad(row, (0, 0, 0, width - row.shape[0])) for row in rows]
+        return torch.stack(padded), present[0].token_map
 
     def _pack(self, scheduled: Sequence[ScheduledRequest]) -> PackedBatch:
         token_ids, positions, slots, logits_rows = [], [], [], []
@@ -164,9 +167,9 @@ class Runner:
             request, end = rows.request, rows.start + rows.num_tokens
             known = request.token_ids[rows.start : end]
             token_ids.extend(known + request.drafts[: rows.num_tokens - len(known)])
-            where = np.arange(rows.start, end)
-            positions.append(where)
-            slots.append(np.asarray(request.block_table)[where // size] * size + where % size)
+            positions.extend(range(rows.start, end))
+            table = request.block_table
+            slots.extend(table[where // size] * size + where % size for where in range(rows.start, end))
             offset += rows.num_tokens
             if rows.samples:
                 logits_rows.extend(range(offset - rows.num_drafts - 1, offset))
@@ -174,9 +177,7 @@ class Runner:
             [rows.request for rows in scheduled],
             [rows.num_tokens for rows in scheduled],
             [rows.start + rows.num_tokens for rows in scheduled],
-            tuple(
-                self._to_device(x) for x in (np.asarray(token_ids), np.concatenate(positions), np.concatenate(slots))
-            ),
+            tuple(self._to_device(np.asarray(column)) for column in (token_ids, positions, slots)),
             np.asarray(logits_rows, dtype=np.int64),
         )
 

@@ -15,7 +15,9 @@ SUM_BLOCK = 8192
 and a request's tokens must not depend on its batch mates."""
 
 SHORT_QUERY = 16
-"""Requests with at most this many query rows attend together, padded."""
+GROUP_SLOTS = 1024
+"""Requests of at most SHORT_QUERY query rows and similar length attend together, padded to this many slots in all: more
+would leave the processor's cache, fewer would pay for more calls."""
 
 
 def verify(inputs: RejectionInputs, *, fp64_gumbel: bool = False) -> RejectionOutputs:
@@ -180,30 +182,57 @@ def paged_attention(
     out = q.new_empty(*q.shape[:2], v_plane.shape[-1])
     starts, lengths = cu_seqlens.tolist(), seq_lens.tolist()
     query_lens = [end - start for start, end in zip(starts[:-1], starts[1:], strict=True)]
-    short = [b for b, query_len in enumerate(query_lens) if 0 < query_len <= SHORT_QUERY]
-    groups = ([short] if short else []) + [[b] for b, query_len in enumerate(query_lens) if query_len > SHORT_QUERY]
-    for group in groups:
+    window, chunk = (0 if size >= max_seq_len else size for size in (window, chunk))
+    dense = not softcap and sinks is None and k_plane.shape[-1] == v_plane.shape[-1]
+    for group in _groups(query_lens, lengths):
         longest_query = max(query_lens[b] for b in group)
-        longest = max(lengths[b] for b in group)
+        group_lens = [lengths[b] for b in group]
         index = torch.tensor(group, device=q.device)
-        table = block_tables[index, : -(-longest // k_plane.shape[1])].long()
-        stale = torch.arange(longest, device=q.device) >= seq_lens[index, None]  # [group, seq]
-        keys, values = _gather(k_plane, table, stale), _gather(v_plane, table, stale)
-        offsets = torch.arange(longest_query, device=q.device)
+        table = block_tables[index, : -(-max(group_lens) // k_plane.shape[1])]
+        keys, values = _gather(k_plane, table, group_lens), _gather(v_plane, table, group_lens)
+        if dense and not window and not chunk and len(group) == 1 and longest_query in (1, group_lens[0]):
+            own = slice(starts[group[0]], starts[group[0] + 1])
+            out[own] = _attend_causal(q[own], keys, values, scale)
+            continue
         query_len = (cu_seqlens[1:] - cu_seqlens[:-1])[index, None].long()
-        rows = cu_seqlens[index, None].long() + torch.minimum(offsets, query_len - 1)  # [group, longest_query]
-        positions = seq_lens[index, None].long() - query_len + torch.minimum(offsets, query_len - 1)
-        visible = _visible(positions, longest, window, chunk)
+        offsets = torch.minimum(torch.arange(longest_query, device=q.device), query_len - 1)  # padding repeats a row
+        rows = cu_seqlens[index, None].long() + offsets  # [group, longest_query]
+        visible = _visible(seq_lens[index, None].long() - query_len + offsets, max(group_lens), window, chunk)
         queries = q[rows].transpose(1, 2)  # [group, q_heads, longest_query, width_k]
         attended = _attend(queries, keys, values, visible, scale, softcap, sinks).transpose(1, 2)
         out[rows] = attended.to(out.dtype)
     return out
 
 
-def _gather(plane: Tensor, table: Tensor, stale: Tensor) -> Tensor:
-    """The rows [group, heads, seq, width] of block tables; stale slots, which may hold another request's NaN, are 0."""
-    rows = plane[table].flatten(1, 2)[:, : stale.shape[1]].permute(0, 2, 1, 3)
-    return rows.masked_fill_(stale[:, None, :, None], 0) if stale.shape[0] > 1 else rows
+def _groups(query_lens: list[int], lengths: list[int]) -> list[list[int]]:
+    """Which requests attend together: many short queries, or one long one."""
+    groups: list[list[int]] = []
+    for b in sorted((b for b, rows in enumerate(query_lens) if 0 < rows <= SHORT_QUERY), key=lengths.__getitem__):
+        if groups and (len(groups[-1]) + 1) * lengths[b] <= GROUP_SLOTS:
+            groups[-1].append(b)
+        else:
+            groups.append([b])
+    return groups + [[b] for b, rows in enumerate(query_lens) if rows > SHORT_QUERY]
+
+
+def _gather(plane: Tensor, table: Tensor, lengths: list[int]) -> Tensor:
+    """The rows [group, heads, seq, width] of block tables [group, num_blocks], cut to the longest length.
+
+    Slots past a shorter request may hold another one's NaN, which a weight of zero would not silence: they are zeroed.
+    """
+    rows = plane.view(plane.shape[0], -1).index_select(0, table.flatten())
+    rows = rows.view(table.shape[0], -1, *plane.shape[2:])[:, : max(lengths)]
+    for request, length in enumerate(lengths):
+        rows[request, length:].zero_()
+    return rows.transpose(1, 2)
+
+
+def _attend_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """One request whose queries are its newest token or all of its tokens: no mask is needed. q [seq, heads, width]."""
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], k.to(q.dtype), v.to(q.dtype), is_causal=q.shape[0] > 1, scale=scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1)
 
 
 def _visible(positions: Tensor, num_keys: int, window: int, chunk: int) -> Tensor:

@@ -21,6 +21,7 @@ RESAMPLE_BLOCK = 1024
 _GOLDEN = tl.constexpr(GOLDEN)
 _MIX_1 = tl.constexpr(MIX_1)
 _MIX_2 = tl.constexpr(MIX_2)
+_ULP = tl.constexpr(2.0**-53)
 _LARGEST = tl.constexpr(LARGEST_UNIFORM)
 _ACCEPT = tl.constexpr(int(Stream.ACCEPT))
 _RECOVER = tl.constexpr(int(Stream.RECOVER))
@@ -49,7 +50,7 @@ def verify(inputs: RejectionInputs, *, fp64_gumbel: bool = False) -> RejectionOu
     block_max, block_sum = (empty(num_rows, num_blocks, dtype=torch.float32) for _ in range(2))
     block_argmax = empty(num_rows, num_blocks, dtype=torch.int64)
     _block_stats_kernel[(num_rows, num_blocks)](
-        logits, block_max, block_sum, block_argmax, logits.stride(0), vocab, num_blocks, BLOCK=STATS_BLOCK
+        logits, block_max, block_sum, block_argmax, logits.stride(0), vocab, num_blocks, BLOCK=STATS_BLOCK, num_warps=8
     )
     accepted, lse = empty(batch, dtype=torch.int32), empty(batch, dtype=torch.float32)
     rejected_id = empty(batch, dtype=torch.int64)
@@ -142,9 +143,9 @@ def _noise_key(seed, position, STREAM: tl.constexpr):
 def _uniform(key, token, FP64: tl.constexpr):
     bits = (_mix(key + (token.to(tl.uint64) + 1) * _GOLDEN) >> 11).to(tl.int64)
     if FP64:
-        return tl.minimum((bits.to(tl.float64) + 0.5) * 1.1102230246251565e-16, 0.9999999999999999)
+        return (bits.to(tl.float64) + 0.5) * _ULP
     else:
-        return tl.minimum((bits.to(tl.float32) + 0.5) * 1.1102230246251565e-16, _LARGEST)
+        return tl.minimum((bits.to(tl.float32) + 0.5) * _ULP, _LARGEST)
 
 
 @triton.jit

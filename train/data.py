@@ -6,7 +6,7 @@ on the number of processes, so a run resumes anywhere on any number of them.
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,6 +78,8 @@ class RowReader:
         self, shards: ShardSet, layer_ids: Sequence[int], with_final_state: bool, sequence_length: int
     ) -> None:
         self.shards, self.sequence_length = shards, sequence_length
+        # pinned memory lets the copy to the device run beside the computation
+        self.pinned = torch.cuda.is_available()
         self.columns = shards.layer_columns(layer_ids)
         final = [shards.manifest.num_layers] if with_final_state else []
         self.final_column = shards.layer_columns(final)[0] if final else None
@@ -116,8 +118,9 @@ class RowReader:
         """The same batch with its states read from the shards; padding is zero."""
         shards, (batch_size, width) = self.shards, batch.token_ids.shape
         dtype, hidden = shards.states_dtype, shards.manifest.hidden_size
-        aux = torch.zeros(batch_size, width, len(self.columns), hidden, dtype=dtype)
-        final = None if self.final_column is None else torch.zeros(batch_size, width, hidden, dtype=dtype)
+        kind: dict[str, Any] = {"dtype": dtype, "pin_memory": self.pinned}
+        aux = torch.zeros(batch_size, width, len(self.columns), hidden, **kind)
+        final = None if self.final_column is None else torch.zeros(batch_size, width, hidden, **kind)
         for row, documents in enumerate(rows):
             start = 0
             for index in documents:

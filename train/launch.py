@@ -56,7 +56,7 @@ def describe(accelerator: Accelerator) -> str:
         f"{accelerator.num_processes} process(es), {accelerator.distributed_type.value}, backend "
         f"{accelerator.state.backend or 'none'}, device {accelerator.device}"
     )
-    if accelerator.num_processes == 1 and "ACCELERATE_USE_CPU" in os.environ and "WORLD_SIZE" not in os.environ:
+    if accelerator.num_processes == 1 and _asked_for("CPU") and "WORLD_SIZE" not in os.environ:
         line += (
             "; `accelerate launch --cpu` starts one process whatever --num_processes says: for several use "
             "ACCELERATE_USE_CPU=true torchrun --nproc_per_node N -m spectrain"

@@ -106,6 +106,7 @@ def fit(request: FitRequest, listener: Listener) -> FitReport:
     launch.run_on_main(accelerator, lambda: _export(request, assembly, shards, checkpoints.path(best), result, covered))
     report = FitReport(request.out, result, best, covered)
     speaker.finished(report)
+    accelerator.end_training()
     return report
 
 

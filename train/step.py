@@ -24,7 +24,7 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 class NonFiniteError(ValueError):
-    """Loss or gradient became NaN or infinite; nothing reached the optimizer."""
+    """Loss or gradient became NaN or infinite; only under DeepSpeed can a gradient have reached the optimizer."""
 
 
 class HeadWithObjective(nn.Module):
@@ -57,7 +57,7 @@ def make_optimizer(head: DraftHead, settings: OptimizerSettings) -> torch.optim.
         {"params": [p for _, p in trainable if p.dim() <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, foreach=False)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
 
 
 class Stepper:
@@ -85,7 +85,7 @@ class Stepper:
         self.wrapped, self.optimizer = accelerator.prepare(module, make_optimizer(module.head, optimizer))
 
     def run(self, plan: StepPlan, micro_batches: Iterator[TrainBatch], learning_rate: float) -> StepResult:
-        """One update from the plan's micro-batches; raises NonFiniteError on every process, before the update."""
+        """One update from the plan's micro-batches; raises NonFiniteError on every process alike."""
         device = self.accelerator.device
         counts = self.count(plan)
         zero = torch.zeros((), device=device)
@@ -136,9 +136,11 @@ class Stepper:
     def _update(self) -> Tensor:
         if self.sharded:
             engine: Any = self.accelerator.deepspeed_engine_wrapped
-            norm = engine.get_global_grad_norm()
-            return torch.tensor(float("nan") if norm is None else float(norm))
-        norm = nn.utils.clip_grad_norm_(self.module.head.parameters(), self.settings.clip_norm, foreach=False)
+            norm = torch.tensor(float(engine.get_global_grad_norm() or 0.0))
+            if not torch.isfinite(norm):
+                raise NonFiniteError("the gradient is not finite, and DeepSpeed has applied it")
+            return norm
+        norm = nn.utils.clip_grad_norm_(self.module.head.parameters(), self.settings.clip_norm)
         # the summed gradient is the same everywhere, so every process decides alike
         if not torch.isfinite(norm):
             self.optimizer.zero_grad()

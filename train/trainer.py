@@ -141,7 +141,7 @@ class Trainer:
             self.state = replace(state, position=plan.position + 1, skipped=state.skipped + 1)
             return False
         self.state = replace(state, position=plan.position + 1, step=state.step + 1)
-        self.window.add(result, sum(batch.token_ids.numel() for batch in plan.micro_batches))
+        self.window.add(result, sum(int((batch.document_ids >= 0).sum()) for batch in plan.micro_batches))
         if self.state.step == warmup_steps(settings, state.total_steps) + 1:
             self._warn_frozen()
         if self.state.step % self.stopping.log_every == 0 or self.state.step == state.total_steps:

@@ -18,6 +18,7 @@ class Requirements:
     planes: tuple[PlaneSpec, ...] = ()  # over the requests' own block tables
     lookahead: int = 0  # slots beyond the last token that `propose` writes to
     draft_laws: bool = False  # whether drafts carry the law they were drawn from
+    observes: bool = True  # False: rows need not be gathered for it
 
 
 class ObservedRows(NamedTuple):

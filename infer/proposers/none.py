@@ -9,7 +9,7 @@ from .base import Drafts, DraftStep, ObservedRows, Proposer, Requirements
 class NoneProposer(Proposer):
     """The baseline of every measurement."""
 
-    requirements = Requirements()
+    requirements = Requirements(observes=False)
 
     def bind(self, planes: Planes) -> None:
         pass

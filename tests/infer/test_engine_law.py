@@ -129,3 +129,12 @@ def test_a_seed_decides_a_requests_tokens_whatever_its_neighbours(target, batch)
         prompts, [SamplingParams(max_tokens=12, temperature=1.0, seed=200 + i) for i in range(7)]
     )
     assert [o.token_ids for o in other] != [o.token_ids for o in alone]
+
+
+def test_laws_of_different_lengths_meet_in_one_batch(target):
+    """A step budget below the batch leaves some drafts waiting, and output limits shorten others."""
+    prompts = [PROMPT, [1, 2], [4], [0, 3, 2, 1], [2, 2]]
+    params = [SamplingParams(max_tokens=n, temperature=1.0, seed=n) for n in (3, 12, 5, 9, 4)]
+    config = EngineConfig(num_draft_tokens=3, num_blocks=60, block_size=4, max_batch_tokens=6)
+    outputs = Engine(target, eagle3(target, 3), config).generate(prompts, params)
+    assert [len(o.token_ids) for o in outputs] == [3, 12, 5, 9, 4]

@@ -1,4 +1,4 @@
-"""Evaluation through the real engine on a tiny target: figures that follow from each other, and verdicts that notice."""
+"""Evaluation through the real engine on a tiny target: figures that agree with each other, verdicts that notice."""
 
 import dataclasses
 import math
@@ -104,9 +104,7 @@ def test_figures_follow_from_each_other(greedy: Measured) -> None:
     assert result.output_tokens == 9 * 24 == sum(len(o.token_ids) for o in greedy.outputs)
     assert result.speedup == pytest.approx(result.tokens_per_second / result.baseline_tokens_per_second)
     assert result.draft_ms and result.verify_ms and result.decode_ms and result.acceptance_by_position
-    assert result.break_even_acceptance_length == pytest.approx(
-        (result.draft_ms + result.verify_ms) / result.decode_ms
-    )
+    assert result.break_even_acceptance_length == pytest.approx((result.draft_ms + result.verify_ms) / result.decode_ms)
     assert result.acceptance_length == pytest.approx(1 + sum(result.acceptance_by_position))
     assert 1 < result.acceptance_length < 1 + K
     assert result.acceptance_by_position == sorted(result.acceptance_by_position, reverse=True)

@@ -304,14 +304,30 @@ def test_acceptance_metrics_equal_counts_on_the_decoders_logits():
     assert predicted_acceptance_length(output.metrics) == pytest.approx(expected)
 
 
-def test_gradients_flow_through_earlier_steps():
-    """Supervising only the last step still moves what the first step alone computes: the combined aux states."""
+@pytest.mark.parametrize("supervised", [(1.0, 1.0, 1.0), (math.inf, math.inf, 1.0)], ids=["every step", "last step"])
+def test_gradient_is_the_whole_derivative_through_every_earlier_step(supervised: tuple[float, ...]):
+    """Against central differences: a detached state or key at any step leaves part of the derivative out."""
     config, target = tiny_config(), random_target(16, 16)
     head = make_head(config, target)
-    batch = pack([[random_document(5, 16, 16, torch.Generator().manual_seed(0))]], target, 3)
-    only_last = batch._replace(denominators=torch.tensor([torch.inf, torch.inf, 1.0]))
-    Eagle3Objective(config, Eagle3Settings(steps=3))(head, target, only_last).loss.backward()
-    assert head.fc.weight.grad is not None and head.fc.weight.grad.abs().max() > 1e-4
+    batch = pack([[random_document(6, 16, 16, torch.Generator().manual_seed(0))]], target, 3)
+    batch = batch._replace(denominators=torch.tensor(supervised))
+    objective = Eagle3Objective(config, Eagle3Settings(steps=3))
+    objective(head, target, batch).loss.backward()
+    generator, reach = torch.Generator().manual_seed(1), 2e-3
+    for name in ("fc.weight", "layers.0.self_attn.k_proj.weight", "layers.0.self_attn.v_proj.weight"):
+        parameter = head.get_parameter(name)
+        assert parameter.grad is not None
+        direction = torch.randn(parameter.shape, generator=generator)
+        direction = direction / direction.norm()
+        direction = direction + parameter.grad / parameter.grad.norm()
+        losses = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                parameter.add_(direction, alpha=sign * reach)
+                losses.append(float(objective(head, target, batch).loss))
+                parameter.sub_(direction, alpha=sign * reach)
+        numeric = (losses[0] - losses[1]) / (2 * reach)
+        assert float((parameter.grad * direction).sum()) == pytest.approx(numeric, rel=5e-3)
 
 
 def test_bfloat16_shards_and_autocast_keep_a_float32_loss():

@@ -19,6 +19,11 @@ def test_most_frequent_ids_win_ties_go_to_the_lower_id() -> None:
     chosen = select_draft_vocabulary(counted({9: 5, 3: 2, 6: 2, 5: 2, 80: 1}), 3)
     assert chosen.token_ids.tolist() == [3, 5, 9]
     assert chosen.coverage == pytest.approx(9 / 12)
+    # many ties: sorting that is not stable would pick at random
+    counts = torch.full((50_000,), 2, dtype=torch.int64)
+    counts[::7] = 3
+    expected = [*range(0, 50_000, 7), *(i for i in range(1200) if i % 7)]
+    assert select_draft_vocabulary(counts, len(expected)).token_ids.tolist() == sorted(expected)
 
 
 @pytest.mark.parametrize("size", [16, 64, 97])

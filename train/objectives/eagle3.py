@@ -82,7 +82,7 @@ class Eagle3Objective(Objective):
         losses = soft_linear_loss(
             LossRows(
                 states=states,
-                weights=(decay / batch.denominators.to(steps.device).clamp(min=1))[steps],
+                weights=(decay / batch.denominators.to(steps.device))[steps],
                 terms=steps,
                 targets=targets,
                 labels=supervision.labels[steps, rows],

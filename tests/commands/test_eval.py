@@ -1,0 +1,243 @@
+"""`spectrain eval` through the command line on a tiny target: the report folder, and one line for each wrong input."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from spectrain import cli
+from spectrain.commands import eval as eval_command
+from spectrain.heads.base import TargetFacts
+from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head
+from spectrain.heads.folder import save_head
+from spectrain.heads.target_tensors import TargetTensors
+from spectrain.infer.target import Target
+from spectrain.tests.commands.test_self_chat import tokenizer
+from spectrain.tests.models import rand_llama
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    rand_llama(4, max_position_embeddings=96).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tensors(model: Path) -> TargetTensors:
+    return Target.load(model, dtype=torch.float32).tensors()
+
+
+def write_head(folder: Path, tensors: TargetTensors, record: dict | None = None, **changes) -> Path:
+    facts = TargetFacts.from_config(rand_llama(4, max_position_embeddings=96).config)
+    config = Eagle3Config.derive(facts, {"draft_vocab_size": 97, **changes})
+    head = Eagle3Head(config)
+    head.initialise(tensors, torch.Generator().manual_seed(0))
+    save_head(folder, head, record or {}, dtype=torch.float32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory, tensors: TargetTensors) -> Path:
+    return write_head(tmp_path_factory.mktemp("head") / "e3", tensors, {"serving": {"num_draft_tokens": 2}})
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "small.jsonl"
+    rows = [{"prompt": f"w{i} w{i + 1} w{2 * i}"} for i in range(5)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["eval", "--device", "cpu", *map(str, arguments)])
+    shown = capsys.readouterr()
+    return int(leaving.value.code or 0), shown.out, shown.err
+
+
+def test_report_folder_of_a_head(model, head, prompts, tmp_path, capsys) -> None:
+    out = tmp_path / "report"
+    arguments = ("--model", model, "--head", head, "--prompts", prompts, "--max-new-tokens", 12, "--batch-size", 2)
+    code, shown, _ = run(capsys, *arguments, "--out", out)
+    assert code == 0
+    report = json.loads((out / "report.json").read_text())
+    assert report["method"] == "eagle3" and report["prompt_set"] == "small"
+    assert report["num_draft_tokens"] == 2, "the head's own default"
+    assert report["lossless"]["passed"] and report["lossless"]["equal"] == report["num_prompts"] == 5
+    assert report["settings"]["max_new_tokens"] == 12 and report["settings"]["dtype"] == "float32"
+    assert str(tmp_path) not in (out / "report.json").read_text()
+    rows = [json.loads(line) for line in (out / "outputs.jsonl").read_text().splitlines()]
+    assert {row["method"] for row in rows} == {"eagle3", "none"} and len(rows) == 10
+    assert {"index", "method", "prompt_token_ids", "token_ids", "text"} <= set(rows[0])
+    assert "acceptance length" in shown and "report.html" in shown and (out / "report.html").is_file()
+
+
+def test_sampling_is_judged_by_its_law(model, head, prompts, tmp_path, capsys) -> None:
+    arguments = ("--model", model, "--head", head, "--prompts", prompts, "--max-new-tokens", 24, "--ignore-eos")
+    arguments += ("--temperature", 1, "--draft-sampling", "probabilistic", "--out", tmp_path)
+    code, shown, _ = run(capsys, *arguments)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert code == 0 and report["lossless"]["mode"] == "sampled"
+    assert report["lossless"]["p_value"] > 1e-4 and report["lossless"]["num_tokens"] == 5 * 24
+    assert "n = 120" in shown
+
+
+def test_a_head_that_changes_the_output_exits_with_1(model, head, prompts, tmp_path, capsys, monkeypatch) -> None:
+    from spectrain.infer import runner
+    from spectrain.tests.infer.test_evaluate import accept_everything
+
+    monkeypatch.setattr(runner, "verify_drafts", accept_everything)
+    arguments = ("--model", model, "--head", head, "--prompts", prompts, "--max-new-tokens", 24, "--out", tmp_path)
+    code, shown, _ = run(capsys, *arguments)
+    assert code == 1 and "FAILED" in shown
+
+
+def test_several_files_are_several_results(model, prompts, tmp_path, capsys) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"question": "w1"}\n')
+    arguments = ("--model", model, "--method", "none", "--prompts", prompts, other, "--max-new-tokens", 3)
+    code, _, _ = run(capsys, *arguments, "--limit", 2, "--out", tmp_path / "r")
+    assert code == 0
+    results = json.loads((tmp_path / "r" / "report.json").read_text())["results"]
+    assert [(r["prompt_set"], r["num_prompts"], r["acceptance_length"]) for r in results] == [
+        ("small", 2, None),
+        ("other", 1, None),
+    ]
+
+
+def test_sampling_options_reach_the_engine(model, head, prompts, monkeypatch, tmp_path) -> None:
+    seen = {}
+
+    def stop(method, name, some, params, k, options, *rest):
+        seen.update(params=params, k=k, options=options, count=len(some))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(eval_command, "_measure", stop)
+    flags = "--temperature 0.7 --top-k 11 --top-p 0.9 --seed 5 --max-new-tokens 9 --num-draft-tokens 4 --batch-size 3"
+    flags += f" --limit 2 --ignore-eos --draft-sampling probabilistic --num-blocks 77 --out {tmp_path / 'x'}"
+    with pytest.raises(SystemExit):
+        cli.main(["eval", "--model", str(model), "--head", str(head), "--prompts", str(prompts), *flags.split()])
+    params, options = seen["params"], seen["options"]
+    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.7, 11, 0.9, 9)
+    assert params.ignore_eos and seen["k"] == 4 and seen["count"] == 2
+    assert (options.seed, options.batch_size, options.num_blocks) == (5, 3, 77)
+    assert options.draft_sampling == "probabilistic"
+
+
+def test_other_template_or_tokenizer_warns_naming_both(model, prompts, tensors, tmp_path, capsys) -> None:
+    record = {"shards": {"template_hash": "a" * 64, "tokenizer_hash": "b" * 64}}
+    head = write_head(tmp_path / "odd-head", tensors, record)
+    arguments = ("--model", model, "--head", head, "--prompts", prompts, "--max-new-tokens", 2, "--limit", 1)
+    code, _, error = run(capsys, *arguments, "--out", tmp_path / "r")
+    assert code == 0
+    assert "chat template" in error and "aaaaaaaaaaaa" in error and "tokenizer" in error
+    assert "odd-head" in error and model.name in error
+
+
+def one_line(code: int, error: str) -> str:
+    assert code == 2, error
+    lines = [line for line in error.splitlines() if line.startswith("spectrain: error:")]
+    assert len(lines) == 1 and "Traceback" not in error
+    return lines[0]
+
+
+def test_head_path_forgotten(model, prompts, tmp_path, capsys) -> None:
+    code, _, error = run(capsys, "--model", model, "--prompts", prompts, "--out", tmp_path / "r")
+    assert "--head DIR" in one_line(code, error) and "--method none" in error
+
+
+def test_draft_longer_than_the_context(model, head, prompts, tmp_path, capsys) -> None:
+    arguments = ("--model", model, "--head", head, "--prompts", prompts, "--out", tmp_path / "r")
+    code, _, error = run(capsys, *arguments, "--num-draft-tokens", 500)
+    assert "context of 96 tokens" in one_line(code, error) and "500" in error
+
+
+def test_prompt_longer_than_the_context_is_named(model, tmp_path, capsys) -> None:
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"prompt": "w1 " * 200}) + "\n")
+    arguments = ("--model", model, "--method", "none", "--prompts", long, "--out", tmp_path / "r")
+    code, _, error = run(capsys, *arguments)
+    assert "long.jsonl:1" in one_line(code, error)
+
+
+def test_an_earlier_report_is_not_overwritten(model, prompts, tmp_path, capsys) -> None:
+    (tmp_path / "report.json").write_text("precious")
+    arguments = ("--model", model, "--method", "none", "--prompts", prompts, "--out", tmp_path)
+    code, _, error = run(capsys, *arguments)
+    assert "--overwrite" in one_line(code, error)
+    assert (tmp_path / "report.json").read_text() == "precious"
+
+
+def test_head_of_another_target(model, prompts, tensors, tmp_path, capsys) -> None:
+    other = tmp_path / "other"
+    rand_llama(5, max_position_embeddings=96).save_pretrained(other)
+    tokenizer().save_pretrained(other)
+    head = write_head(tmp_path / "h", tensors)
+    code, _, error = run(capsys, "--model", other, "--head", head, "--prompts", prompts, "--out", tmp_path / "r")
+    assert "num_layers 4" in one_line(code, error) and "has 5" in error
+
+
+@pytest.mark.parametrize(
+    "content,expected",
+    [
+        (b"", "empty file"),
+        (b'{"prompt": "w1"', "not valid JSON"),
+        (b'{"prompt": "\xff"}\n', "not UTF-8"),
+        (b'{"text": "w1"}\n', "expected one of prompt"),
+    ],
+    ids=["empty", "truncated", "not-utf8", "no-prompt"],
+)
+def test_bad_prompt_files(content: bytes, expected: str, model, tmp_path, capsys) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content)
+    arguments = ("--model", model, "--method", "none", "--prompts", path, "--out", tmp_path / "r")
+    code, _, error = run(capsys, *arguments)
+    assert expected in one_line(code, error)
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    "flags,expected",
+    [
+        (["--temperature", "-1"], "temperature"),
+        (["--top-p", "0"], "top_p"),
+        (["--batch-size", "0"], "--batch-size"),
+        (["--max-new-tokens", "0"], "max_tokens"),
+        (["--num-draft-tokens", "0"], "--num-draft-tokens"),
+        (["--max-length", "100000"], "--max-length"),
+        (["--device", "toaster"], "--device"),
+        (["--device", "cuda:99"], "CUDA devices"),
+        (["--method", "medusa"], "--method medusa"),
+        (["--prompts", "absent.jsonl"], "absent.jsonl"),
+    ],
+)
+def test_values_out_of_range(flags: list[str], expected: str, model, head, prompts, tmp_path, capsys) -> None:
+    arguments = ("--model", model, "--head", head, "--prompts", prompts, "--out", tmp_path / "r", *flags)
+    code, _, error = run(capsys, *arguments)
+    assert expected in one_line(code, error)
+
+
+@pytest.mark.parametrize("fault", ["missing", "extra", "shape", "no-folder", "no-record"])
+def test_broken_head_folders(fault: str, model, prompts, tensors, tmp_path, capsys) -> None:
+    from safetensors.torch import load_file, save_file
+
+    head = write_head(tmp_path / "h", tensors)
+    weights = load_file(head / "model.safetensors")
+    if fault == "missing":
+        weights.pop("fc.weight")
+    elif fault == "extra":
+        weights["stray.weight"] = torch.zeros(2)
+    elif fault == "shape":
+        weights["fc.weight"] = torch.zeros(3, 3)
+    elif fault == "no-record":
+        (head / "spectrain.json").unlink()
+    save_file(weights, head / "model.safetensors")
+    path = tmp_path / "nowhere" if fault == "no-folder" else head
+    code, _, error = run(capsys, "--model", model, "--head", path, "--prompts", prompts, "--out", tmp_path / "r")
+    line = one_line(code, error)
+    expected = {"missing": "missing fc.weight", "extra": "stray.weight", "shape": "fc.weight has shape [3, 3]"}
+    assert expected.get(fault, str(path)) in line
