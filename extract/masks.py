@@ -63,7 +63,8 @@ class ChatMasker:
         self.tokenizer = tokenizer
         end = getattr(tokenizer, "eos_token_id", None)
         self.stop_ids = frozenset(stop_ids) | (frozenset() if end is None else {end})
-        self.special_ids = self.stop_ids | frozenset(tokenizer.all_special_ids)
+        self._stops = sorted(self.stop_ids)
+        self._specials = sorted(self.stop_ids | frozenset(tokenizer.all_special_ids))
 
     def __call__(self, conversation: Conversation, max_length: int | None = None) -> MaskedTokens:
         """Ids and mask, cut to `max_length` tokens; raises RowError with the reason where nothing can be learned."""
@@ -134,13 +135,18 @@ class ChatMasker:
 
     def _turn_span(self, conversation: Conversation, turn: int, full: str, floor: int) -> Span | None:
         messages = conversation.messages
-        before, header = self._generation_prompt(conversation, turn)
-        start = None
-        if turn > 0 and before and full.startswith(before):
-            start = len(before) + self._supplied(header, full[len(before) :])
-        ended = self._try_render(messages[: turn + 1], conversation)
-        if start is not None and len(ended) > start and full.startswith(ended):
-            return Span(start, len(ended))
+        asked = self._try_render(messages[:turn], conversation, generation=True) if turn > 0 else ""
+        start = len(asked) if asked and full.startswith(asked) else None
+        header = ""
+        if start is None:
+            before, header = self._generation_prompt(conversation, turn)
+            if turn > 0 and before and full.startswith(before):
+                start = len(before) + self._supplied(header, full[len(before) :])
+        if start is not None:
+            ended = self._try_render(messages[: turn + 1], conversation)
+            if len(ended) > start and full.startswith(ended):
+                return Span(start, len(ended))
+            header = header or self._generation_prompt(conversation, turn)[1]
         found = self._find_by_stand_in(conversation, turn, full, header)
         if found is None:
             return None
@@ -198,18 +204,14 @@ class ChatMasker:
                 return max(span.start, span.start - length + self._supplied(header, full[span.start - length :]))
         return span.start
 
-    def _supervise(self, mask: np.ndarray, ids: np.ndarray, cores: Sequence[Span], span: Span, full: str) -> None:
-        last_special = None
-        inside = [t for t, core in enumerate(cores) if core.end > span.start and core.end <= span.end]
-        for at, token in enumerate(inside):
-            if int(ids[token]) in self.stop_ids:
-                inside = inside[: at + 1]
-                break
-            if int(ids[token]) in self.special_ids:
-                last_special = at
-        else:
-            if last_special is not None and not full[cores[inside[last_special]].end : span.end].strip():
-                inside = inside[: last_special + 1]
+    def _supervise(self, mask: np.ndarray, ids: np.ndarray, cores: np.ndarray, span: Span, full: str) -> None:
+        inside = np.flatnonzero((cores[:, 1] > span.start) & (cores[:, 1] <= span.end))
+        stops = np.flatnonzero(np.isin(ids[inside], self._stops))
+        specials = np.flatnonzero(np.isin(ids[inside], self._specials))
+        if len(stops):
+            inside = inside[: stops[0] + 1]
+        elif len(specials) and not full[cores[inside[specials[-1]], 1] : span.end].strip():
+            inside = inside[: specials[-1] + 1]
         mask[inside] = True
 
 
@@ -236,22 +238,22 @@ def checked(tokens: MaskedTokens, max_length: int | None) -> MaskedTokens:
     return cut
 
 
-def _cores(full: str, offsets: Sequence[tuple[int, int]]) -> list[Span]:
-    """The characters each token stands for, without white space around them unless it is all there is.
+def _cores(full: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+    """The characters each token stands for [tokens, 2], without white space around them unless it is all there is.
 
     Tokenizers differ in whether a token's offsets hold the space before it; what no token claims belongs to the next.
     """
-    cores: list[Span] = []
-    previous = 0
-    for start, end in offsets:
-        text = full[start:end]
-        if text.strip():
-            core = Span(end - len(text.lstrip()), start + len(text.rstrip()))
-        else:
-            core = Span(min(start, previous), end)
-        cores.append(core)
-        previous = max(previous, end)
-    return cores
+    starts, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
+    count = len(full)
+    blank = np.fromiter(map(str.isspace, full), dtype=bool, count=count)
+    here = np.arange(count)
+    next_ink = np.append(np.minimum.accumulate(np.where(blank, count, here)[::-1])[::-1], count)
+    ink_before = np.append(0, np.maximum.accumulate(np.where(blank, 0, here + 1)))
+    core_starts, core_ends = next_ink[starts], ink_before[ends]
+    no_ink = core_starts >= core_ends
+    claimed = np.append(0, np.maximum.accumulate(ends)[:-1])
+    core_starts = np.where(no_ink, np.minimum(starts, claimed), core_starts)
+    return np.stack([core_starts, np.where(no_ink, ends, core_ends)], axis=1)
 
 
 def _stand_ins(message: Message, mark: str) -> Iterator[Message]:

@@ -126,6 +126,28 @@ def test_states_that_are_not_finite_stop_the_run_and_keep_the_shards_before(tmp_
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_packing_does_not_depend_on_free_memory(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    for free in (10**6, 10**12):
+        monkeypatch.setattr("spectrain.infer.engine._free_memory", lambda device, free=free: free)
+        sizes.append(StateExtractor(llama, (6,), 64, 63).engine.pool.num_blocks)
+    assert sizes[0] == sizes[1]
+
+
+def test_a_single_value_that_is_not_finite_is_found(llama: Target) -> None:
+    extractor = StateExtractor(llama, (2, 6), 64, 63)
+    proposer: Any = extractor.engine.proposer
+    finish = proposer.on_finish
+
+    def poisoned(request_id: int, states: torch.Tensor) -> None:
+        states[-1, 0, 5] = torch.nan
+        finish(request_id, states)
+
+    proposer.on_finish = poisoned
+    with pytest.raises(ExtractionError, match="rows.jsonl:0: hidden states must be finite"):
+        extractor.documents(rows_of((9,)))
+
+
 def test_resume_repairs_what_is_damaged_and_nothing_else(llama: Target, tmp_path: Path) -> None:
     rows = rows_of((5, 6, 7, 8, 9, 10))
     plan = plan_of([rows[:2], rows[2:4], rows[4:]])
@@ -138,10 +160,19 @@ def test_resume_repairs_what_is_damaged_and_nothing_else(llama: Target, tmp_path
     whole = digests(tmp_path)
     shard = tmp_path / "shard-00001.safetensors"
     original = shard.read_bytes()
-    flipped = bytearray(original)
-    flipped[-3] ^= 1
+    state_flipped, mask_flipped = bytearray(original), bytearray(original)
+    state_flipped[len(original) // 2] ^= 1
+    mask_flipped[-3] ^= 1
     stamps = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("shard-*")}
-    damages = [b"", original[:8], original[: len(original) // 2], original[:-1], original + b"xx", bytes(flipped), None]
+    damages = [
+        b"",
+        original[:8],
+        original[: len(original) // 2],
+        original[:-1],
+        original + b"xx",
+        bytes(state_flipped),
+        None,
+    ]
     for damage in damages:
         shard.unlink()
         if damage is not None:
@@ -149,6 +180,9 @@ def test_resume_repairs_what_is_damaged_and_nothing_else(llama: Target, tmp_path
         (tmp_path / "shard-00002.safetensors.tmp").write_bytes(b"half")
         assert run() == 1
         assert digests(tmp_path) == whole
+    shard.write_bytes(mask_flipped)
+    (tmp_path / "manifest.json").unlink()  # no hash is left to compare with, the plan still is
+    assert run() == 1 and digests(tmp_path) == whole
     assert run() == 0 and digests(tmp_path) == whole
     assert {p.name: p.stat().st_mtime_ns for p in tmp_path.glob("shard-*") if p != shard} == {
         name: stamp for name, stamp in stamps.items() if name != shard.name

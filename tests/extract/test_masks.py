@@ -176,6 +176,32 @@ def test_answers_that_quote_the_header_or_earlier_text(word_level: WordLevel) ->
     assert supervised(tokenizer, tokens) == "c <e> c <a> c <e>"
 
 
+def test_a_quoted_generation_prompt_is_not_the_header_of_a_rewritten_turn(word_level: WordLevel) -> None:
+    template = (
+        "<s> {% for m in messages %}{% if m.role == 'assistant' %}<a> {{ m.content if loop.revindex <= 2 else 'z' }} "
+        "{% else %}<u> {{ m.content }} {% endif %}<e> {% endfor %}{% if add_generation_prompt %}<a> think {% endif %}"
+    )
+    tokenizer = word_level(template)
+    turns = [("user", "a"), ("assistant", "b"), ("user", "<a> think c"), ("assistant", "c d")]
+    assert supervised(tokenizer, ChatMasker(tokenizer)(chat(turns))) == "c d <e>"
+
+
+def test_markers_hold_only_for_the_rendering_that_is_tokenised(word_level: WordLevel, marked_template: str) -> None:
+    tokenizer = word_level(marked_template.replace("<u> ", "<u> {{ m.name }} "))
+    conversation = chat(CONV)
+    conversation.messages[0]["name"] = None  # one renderer drops it, the other prints None
+    assert supervised(tokenizer, ChatMasker(tokenizer)(conversation)) == "c d <e> f g h <e>"
+
+
+def test_an_answer_printed_elsewhere_too_is_not_located_by_it(word_level: WordLevel) -> None:
+    template = "<s> {{ messages[-1].content }} {% for m in messages %}{{ '<a>' if m.role == 'assistant' else '<u>' }} "
+    template += "{{ m.content }} <e> {% endfor %}{% if add_generation_prompt %}<a> {% endif %}"
+    tokenizer = word_level(template)
+    tokens = ChatMasker(tokenizer)(chat(CONV))
+    assert supervised(tokenizer, tokens) == "c d <e>"
+    assert tokens.skipped_turns == ("its place in the rendered conversation could not be found",)
+
+
 def test_masks_that_teach_nothing_are_refused(word_level: WordLevel, template: str) -> None:
     with pytest.raises(RowError, match="every token is supervised"):
         ChatMasker(word_level("{% for m in messages %}{{ m.content }} {% endfor %}"))(chat([("assistant", "a b")]))
@@ -272,3 +298,41 @@ def test_odd_rows_keep_reasons(chatml: Any, real_data: Path) -> None:
         tokens = masker(row)
         text = chatml.decode(tokens.token_ids[tokens.loss_mask])
         assert "search_file" in text and "tool content" not in text
+
+
+REASONING = (  # thoughts are kept after the last question only
+    "{% set ns = namespace(query=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.query = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_start|>"
+    "{{ 'user' if m.role == 'tool' else m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > ns.query %}<think>\n"
+    "{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content.strip() }}"
+    "{% for call in m.tool_calls or [] %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_reasoning_and_tool_calls_after_the_last_question(chatml: Any, thinking: bool) -> None:
+    tokenizer = type(chatml)(tokenizer_object=chatml.backend_tokenizer, eos_token="<|im_end|>")
+    header = "assistant\n" if thinking else "assistant\n<think>\n\n</think>\n\n"
+    tokenizer.chat_template = REASONING.replace("<|im_start|>assistant\n{% endif", f"<|im_start|>{header}{{% endif")
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
+    why = "why" if thinking else ""
+    messages = [
+        {"role": "user", "content": "how"},
+        {"role": "assistant", "content": " that \n", "reasoning_content": "because"},
+        {"role": "user", "content": "what"},
+        {"role": "assistant", "content": "", "reasoning_content": why, "tool_calls": [call]},
+        {"role": "tool", "content": "this"},
+        {"role": "assistant", "content": "the answer", "reasoning_content": why},
+    ]
+    tokens = ChatMasker(tokenizer)(Conversation(0, "x:1", messages, None))
+    thought = "<think>\nwhy\n</think>\n\n" if thinking else ""
+    expected = [
+        "that<|im_end|>",
+        thought + '<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call><|im_end|>',
+        thought + "the answer<|im_end|>",
+    ]
+    assert tokenizer.decode(tokens.token_ids[tokens.loss_mask]) == "".join(expected)
+    assert not tokens.skipped_turns
