@@ -146,10 +146,20 @@ class Eagle3Layer(nn.Module):
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
+class OutputHead(nn.Module):
+    """The draft vocabulary's output matrix; a module only so that its tensor is called `lm_head.weight`."""
+
+    def __init__(self, draft_vocab: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = nan_parameter(draft_vocab, hidden)
+
+
 class Eagle3Head(DraftHead):
     """The EAGLE-3 network; tensor names are those of the checkpoint."""
 
     config: Eagle3Config
+    d2t: Tensor
+    t2d: Tensor
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -164,8 +174,7 @@ class Eagle3Head(DraftHead):
         self.fc = Linear(wide, hidden)
         self.layers = nn.ModuleList(Eagle3Layer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
-        self.lm_head = nn.Module()
-        self.lm_head.weight = nan_parameter(config.draft_vocab_size, hidden)
+        self.lm_head = OutputHead(config.draft_vocab_size, hidden)
         self.rotary = RotaryEmbedding(config.head_dim, config.rope_parameters, config.max_position_embeddings)
         if config.draft_vocab_size < config.vocab_size:
             # -1 marks a map nobody has set; `set_draft_vocab` or a load fills it

@@ -42,6 +42,8 @@ class RMSNorm(nn.Module):
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding (half-split layout) of any kind transformers computes from positions alone."""
 
+    inv_freq: Tensor
+
     def __init__(self, head_dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int) -> None:
         super().__init__()
         rope_type = rope_parameters.get("rope_type", "default")
