@@ -89,7 +89,7 @@ def _extract(model: str, training: Path, out: Path, device: str, max_tokens: int
         recipe=RECIPE,
         max_length=MAX_LENGTH,
         max_tokens=max_tokens,
-        device=None if device == "auto" else device,
+        device=device,
         overwrite=True,
     )
 
