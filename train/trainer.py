@@ -104,6 +104,8 @@ class Trainer:
         if self.saved_step != self.state.step:
             self._save()
         last = self._evaluated() or self._evaluate()
+        # a run killed between its last evaluation and the pruning after it comes here with both behind it
+        self._prune()
         if self.log is not None:
             self.log.close()
         stopped_early = self._out_of_patience() and self.state.step < self.state.total_steps

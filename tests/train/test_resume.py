@@ -135,7 +135,7 @@ def test_killed_with_half_a_file_written(shards: Path, unbroken: Path, tmp_path:
     assert_same_run(tmp_path / "out", unbroken)
 
 
-@pytest.mark.parametrize("event", random.Random(0).sample(range(1, 25), 3))
+@pytest.mark.parametrize("event", [*random.Random(0).sample(range(1, 25), 2), 26])
 def test_killed_inside_writes(shards: Path, unbroken: Path, tmp_path: Path, event: int) -> None:
     killed(lambda: train_and_die_at_event(shards, tmp_path / "out", event))
     run(shards, tmp_path / "out", resume=True)
