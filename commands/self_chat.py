@@ -224,8 +224,11 @@ def _resume(out: Path, settings: SelfChat, target: Target) -> tuple[Counts, set[
     if not path.is_file():
         raise SelfChatError(f"{out} exists and was not begun by self-chat; give another --out")
     saved = json.loads(path.read_text())
-    if saved.pop("settings") != _identity(settings, target):
-        raise SelfChatError(f"{out} was begun with other settings than asked for; repeat those or give another --out")
+    begun, asked = saved.pop("settings"), _identity(settings, target)
+    other = sorted(key for key in begun.keys() | asked.keys() if begun.get(key) != asked.get(key))
+    if other:
+        pairs = "; ".join(f"{key} was {begun.get(key)}, asked for is {asked.get(key)}" for key in other)
+        raise SelfChatError(f"{out} was begun with other settings ({pairs}); repeat those or give another --out")
     counts = Counts(**saved)
     lines = out.read_text(encoding="utf-8").splitlines(keepends=True)[: counts.kept]
     temporary = out.with_name(out.name + ".tmp")

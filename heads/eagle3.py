@@ -208,14 +208,20 @@ class Eagle3Head(DraftHead):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def initialise(self, target: TargetTensors, generator: torch.Generator) -> None:
-        """Random layers; the output head starts as the target's own rows of the draft vocabulary.
+        """Random layers between the target's own ends.
 
-        With a reduced vocabulary call `set_draft_vocab` first.
+        fc passes the highest layer's state through, the final norm and the output head are the target's (the head cut
+        to the draft vocabulary): training starts from features that already lie in the head's space. With a reduced
+        vocabulary call `set_draft_vocab` first.
         """
         initialise_(self, generator)
         with torch.no_grad():
             ids = self.draft_to_target()
             self.lm_head.weight.copy_(target.lm_head if ids is None else target.lm_head[ids])
+            self.fc.weight.zero_()
+            self.fc.weight[:, -self.config.hidden_size :].fill_diagonal_(1.0)
+            if target.norm.kind == "rms" and target.norm.weight is not None:
+                self.norm.weight.copy_(target.norm.weight)
 
     def set_draft_vocab(self, token_ids: Tensor) -> None:
         """Stores the target ids [draft_vocab] int64 that can be drafted, ascending, as `d2t` offsets and `t2d`."""
