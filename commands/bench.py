@@ -81,7 +81,8 @@ def _transformers(options: Any, outputs: Path) -> dict[str, dict[str, Any]]:
 
     device = device_of(options.device)
     dtype = dtype_of(options.dtype, device)
-    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+    model.to(device).eval()
     rows = [row for row in map(json.loads, outputs.read_text().splitlines()) if row["method"] == PLAIN]
     # one padded length for all prompts: a static cache of another size would be compiled again
     width = max(len(row["prompt_token_ids"]) for row in rows)

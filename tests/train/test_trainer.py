@@ -46,7 +46,7 @@ def test_a_head_that_can_know_the_next_token_learns_to(tmp_path: Path) -> None:
         make_document(model, (torch.arange(20) + 5 * row) % 41, torch.arange(20) >= 2, row, layers) for row in range(24)
     ]
     folder = write_shards(tmp_path / "s", model=model, documents=documents, layers=layers)
-    common = ("head.draft_vocab_size=null", "stopping.epochs=6", "optimizer.lr=2e-2", "stopping.eval_every=50")
+    common = ("head.draft_vocab_size=null", "stopping.epochs=12", "optimizer.lr=2e-2", "stopping.eval_every=50")
     report = run(folder, tmp_path / "full", *common, "data.batch_size=4")
     assert report.result.best is not None and report.result.best.acceptance_length > 3.5
     assert report.coverage == 1.0
