@@ -21,6 +21,7 @@ COMMANDS = {
     "extract": Command("extract:extract", "Run the target over conversations and store its hidden states as shards."),
     "fit": Command("fit:fit", "Train a draft head on shards."),
     "eval": Command("eval:evaluate", "Measure a head: acceptance, speed-up, losslessness."),
+    "inspect": Command("inspect:inspect", "Show what a shard folder or a head folder holds."),
     "quickstart": Command("quickstart:quickstart", "The whole loop on a small real model, in minutes, on a CPU."),
     "data": Command("data:app", "Make training conversations that the target itself wrote."),
     "bench": Command("bench:app", "Speed beside other ways to decode, checked first."),
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def spread(arguments: Sequence[str]) -> list[str]:
     """Repeats an option that takes several values: `--prompts a b` becomes `--prompts a --prompts b`.
 
-    So that `--prompts sets/*.jsonl` works; commands have no positional arguments that could be meant instead.
+    So that `--prompts sets/*.jsonl` works; no command that has these options takes a positional argument.
     """
     out: list[str] = []
     option, filled = "", False

@@ -22,10 +22,10 @@ from ..extract.generation import GenerationSettings, TextWriter
 from ..extract.manifest import Manifest, ShardEntry
 from ..extract.plan import ExtractionError, Plan, plan_extraction
 from ..heads.base import HeadConfig, TargetFacts
-from ..heads.resolve import resolve
 from ..infer.prompts import Prompt, load_prompts
 from ..infer.target import Target
-from ..recipes.loader import Recipe, check_fields, load_recipe
+from ..recipes.loader import Recipe, load_recipe
+from ..train.assembly import head_config
 from .devices import device_of
 from .options import Device, Model
 
@@ -129,14 +129,9 @@ def _layer_request(recipe: str | None, layers: str | None) -> _LayerRequest:
 
 
 def _head_config(recipe: Recipe, facts: TargetFacts) -> HeadConfig:
-    values = {key: value for key, value in recipe.section("head").items() if value is not None}
-    path = values.pop("config", None)
-    if not isinstance(path, str):
-        raise ExtractionError(f"recipe {recipe.name} must name its head.config as module:Class, found {path!r}; add it")
-    # the user named the package by choosing the recipe
-    config_class: type[HeadConfig] = resolve(path, {path.split(".")[0].split(":")[0]})
-    fields = [name for name in config_class.__dataclass_fields__ if name not in ("target", "vocab_size")]
-    return config_class.derive(facts, check_fields(config_class, values, "head", fields))
+    """Naming a recipe is trusting the package its head lives in."""
+    package = str(recipe.section("head").get("config")).split(":")[0].split(".")[0]
+    return head_config(recipe, facts, {package})
 
 
 def _row_length(target: Target, asked: int | None) -> int:

@@ -54,7 +54,7 @@ class Assembly:
 def assemble(recipe: Recipe, shards: ShardSet, allowed_packages: Collection[str] = ()) -> Assembly:
     """Validates every section against its owner; raises a ValueError naming the key, the file or the class."""
     allowed = (*allowed_packages, *_own_packages(recipe))
-    config = _head_config(recipe, target_facts(shards), allowed)
+    config = head_config(recipe, target_facts(shards), allowed)
     objective_class = resolve(config.objective, allowed)
     settings_class = typing.get_type_hints(objective_class.__init__)["settings"]
     objective_settings = build(settings_class, recipe.section("objective"), "objective")
@@ -141,7 +141,8 @@ def _own_packages(recipe: Recipe) -> tuple[str, ...]:
     return (named.partition(":")[0].split(".")[0],) if isinstance(named, str) else ()
 
 
-def _head_config(recipe: Recipe, facts: TargetFacts, allowed: Collection[str]) -> HeadConfig:
+def head_config(recipe: Recipe, facts: TargetFacts, allowed: Collection[str]) -> HeadConfig:
+    """The config a recipe's `head` section derives for a target; classes outside spectrain only from `allowed`."""
     settings = dict(recipe.section("head"))
     named = settings.pop("config", None)
     if not isinstance(named, str):

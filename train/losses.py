@@ -56,7 +56,7 @@ class RowLosses(NamedTuple):
     total: Tensor  # [] float32; sum of weights * losses
     losses: Tensor  # [rows] float32
     entropies: Tensor  # [rows] float32; of p~, so that kl + entropy is the soft cross-entropy
-    alphas: Tensor  # [rows] float32
+    alphas: Tensor  # [rows] float32; for ce and kl against p~, which makes them slightly larger
     top_ids: Tensor  # [rows] int64; the draft's top token, a draft id
 
 
@@ -90,6 +90,11 @@ def soft_linear_loss(
     the dtype of `states`; the gradients of `states` and `weight` arrive in their own dtypes.
     """
     product_dtype = _product_dtype(rows.states)
+    if draft_to_target is not None and settings.loss in ("ce", "kl"):
+        # p~ is all they need, so the target's logits outside the draft vocabulary are never made
+        bias = None if target.lm_head_bias is None else target.lm_head_bias[draft_to_target]
+        target = dataclasses.replace(target, lm_head=target.lm_head[draft_to_target], lm_head_bias=bias)
+        draft_to_target = None
     target = dataclasses.replace(target, lm_head=target.lm_head.detach().to(product_dtype))
     if not torch.is_grad_enabled():
         weight = weight.detach()

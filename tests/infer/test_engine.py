@@ -184,6 +184,23 @@ def test_invalid_draft_ids_are_never_embedded(target, plain):
         assert outputs[0].token_ids == plain[0]
 
 
+def test_logits_that_are_not_finite_fail_their_own_request_only():
+    some = [[token if token != 5 else 7 for token in prompt] for prompt in prompts(7)]
+    healthy = Target.from_model(rand_llama(max_position_embeddings=256))
+    _, expected = run(healthy, NoneProposer(), some)
+    broken = Target.from_model(rand_llama(max_position_embeddings=256))
+    with torch.no_grad():
+        broken.model.get_input_embeddings().weight[5] = torch.nan
+    _, outputs = run(broken, NoneProposer(), [*some[:3], [9, 5, 11], *some[3:]])
+    failed = outputs.pop(3)
+    assert failed.finish_reason is FinishReason.ERROR and failed.token_ids == []
+    assert failed.error is not None and "not finite" in failed.error
+    for output, right in zip(outputs, expected, strict=True):
+        # a request that itself emits token 5 ends there
+        cut = right.token_ids.index(5) + 1 if 5 in right.token_ids[:-1] else len(right.token_ids)
+        assert output.token_ids == right.token_ids[:cut]
+
+
 def test_a_cancelled_request_frees_its_blocks_and_leaves_the_others_alone(target, plain):
     engine = Engine(target, RecordingProposer(), CONFIG)
     ids = [engine.add_request(prompt, GREEDY) for prompt in prompts(7)]
