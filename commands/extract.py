@@ -17,7 +17,15 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.text import Text
 
 from ..extract.conversations import BadRow, RowCounts
-from ..extract.extraction import TEXT_FOLDER, Alone, Extraction, ExtractionSettings, Workers, prepare_folder
+from ..extract.extraction import (
+    TEXT_FOLDER,
+    Alone,
+    Extraction,
+    ExtractionSettings,
+    Workers,
+    check_folder,
+    clear_folder,
+)
 from ..extract.generation import GenerationSettings, TextWriter
 from ..extract.manifest import Manifest, ShardEntry
 from ..extract.plan import ExtractionError, Plan, plan_extraction
@@ -66,19 +74,33 @@ def extract(
     if workers.rank != 0:
         console.quiet = True
     if workers.rank == 0:
-        prepare_folder(out, resume=resume, overwrite=overwrite)
+        check_folder(out, resume=resume, overwrite=overwrite)
     workers.wait()
     target = Target.load(model, device=chosen, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
     layer_ids = asked.resolve(target.facts)
     target.capture(layer_ids)  # a wrong id is refused before the data is read
     length = _row_length(target, max_length)
+    settings = ExtractionSettings(
+        layer_ids=layer_ids, batch_tokens=batch_tokens, shard_tokens=shard_tokens, max_length=length
+    )
+
+    def clear() -> None:
+        # as late as can be: what is refused before must not cost the extraction that lies there
+        if overwrite:
+            workers.wait()
+            if workers.rank == 0:
+                clear_folder(out)
+            workers.wait()
+
     notes: dict[str, Any] = {} if recipe is None else {"recipes": recipe}
     if generate is not None:
         answers = GenerationSettings(
             max_new_tokens=generate, temperature=temperature, top_p=top_p, seed=seed, max_length=length
         )
         notes["generation"] = {"max_new_tokens": generate, "temperature": temperature, "top_p": top_p, "seed": seed}
-        data = _write_text(target, data, out / TEXT_FOLDER, answers, limit, workers, console)
+        prompts = _prompts(target, data, answers, limit, console)
+        clear()
+        data = _write_text(target, prompts, out / TEXT_FOLDER, answers, workers, console)
         limit = None
     plan = plan_extraction(
         data,
@@ -90,13 +112,12 @@ def extract(
         limit=limit,
         max_tokens=max_tokens,
     )
-    settings = ExtractionSettings(
-        layer_ids=layer_ids, batch_tokens=batch_tokens, shard_tokens=shard_tokens, max_length=length
-    )
     extraction = Extraction(target, plan, out, settings, workers=workers, notes=notes)
     _announce(extraction, plan, console)
     if workers.rank == 0:
         extraction.check_disk()
+    if generate is None:
+        clear()
     with _Bar(console, plan.tokens // workers.world_size) as bar:
         manifest, written = extraction.run(bar)
     _summarise(manifest, written, out, workers, console)
@@ -184,15 +205,10 @@ def _processes(device: str) -> tuple[Workers, torch.device]:
     return _Processes(state), torch.device("cpu" if on_cpu else state.device or "cuda")
 
 
-def _write_text(
-    target: Target,
-    data: Sequence[Path],
-    folder: Path,
-    settings: GenerationSettings,
-    limit: int | None,
-    workers: Workers,
-    console: Console,
-) -> list[Path]:
+def _prompts(
+    target: Target, data: Sequence[Path], settings: GenerationSettings, limit: int | None, console: Console
+) -> list[Prompt]:
+    """The prompts of the rows that leave room for an answer; raises ExtractionError where none does."""
     counts = RowCounts()
 
     def skip(source: str, reason: str) -> None:
@@ -210,6 +226,17 @@ def _write_text(
         raise ExtractionError(
             "expected at least one prompt that leaves room for an answer, found none; raise --max-length"
         )
+    return prompts
+
+
+def _write_text(
+    target: Target,
+    prompts: Sequence[Prompt],
+    folder: Path,
+    settings: GenerationSettings,
+    workers: Workers,
+    console: Console,
+) -> list[Path]:
     writer = TextWriter(target, folder, settings)
     if workers.rank == 0:
         writer.begin(prompts)

@@ -116,11 +116,8 @@ class Need:
         return self.bytes_per_token * self.tokens + 16 * self.documents + self.target_bytes
 
 
-def prepare_folder(out: Path, *, resume: bool, overwrite: bool) -> None:
-    """Makes the folder ready; raises ExtractionError where it holds a run and neither option says what to do with it.
-
-    Overwriting removes what extraction wrote and nothing else.
-    """
+def check_folder(out: Path, *, resume: bool, overwrite: bool) -> None:
+    """Raises ExtractionError where the folder holds a run and neither option says what to do with it."""
     if out.exists() and not out.is_dir():
         raise ExtractionError(f"--out must be a folder, found a file at {out}; choose another name")
     if resume and overwrite:
@@ -132,19 +129,21 @@ def prepare_folder(out: Path, *, resume: bool, overwrite: bool) -> None:
         raise ExtractionError(
             f"{out} already holds an extraction ({present[0]}); pass --resume, --overwrite or another --out"
         )
-    if overwrite:
-        for path in [
-            out / MANIFEST,
-            *out.glob("shard-*.safetensors*"),
-            *out.glob("*.tmp"),
-            out / TOKEN_COUNTS,
-            out / RECORD,
-        ]:
-            path.unlink(missing_ok=True)
-        for name in (TARGET_FOLDER, TEXT_FOLDER):
-            if (out / name).is_dir():
-                shutil.rmtree(out / name)
-    out.mkdir(parents=True, exist_ok=True)
+
+
+def clear_folder(out: Path) -> None:
+    """Removes what extraction wrote and nothing else; call it when everything that can be refused was looked at."""
+    for path in [
+        out / MANIFEST,
+        *out.glob("shard-*.safetensors*"),
+        *out.glob("*.tmp"),
+        out / TOKEN_COUNTS,
+        out / RECORD,
+    ]:
+        path.unlink(missing_ok=True)
+    for name in (TARGET_FOLDER, TEXT_FOLDER):
+        if (out / name).is_dir():
+            shutil.rmtree(out / name)
 
 
 class Extraction:

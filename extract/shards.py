@@ -71,7 +71,7 @@ class ShardWriter:
     """Writes shards of one folder, each under a temporary name, synced, then renamed."""
 
     def __init__(self, folder: Path, *, num_layer_ids: int, hidden_size: int, dtype: str) -> None:
-        """Creates the folder and removes what a killed run left half written."""
+        """Creates the folder."""
         if dtype not in DTYPES:
             raise ShardError(f"the storage dtype must be one of {', '.join(DTYPES)}, found {dtype!r}; change --dtype")
         self.folder, self.num_layer_ids, self.hidden_size, self.dtype = folder, num_layer_ids, hidden_size, dtype

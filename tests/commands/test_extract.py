@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,6 +154,37 @@ def test_bad_data_ends_in_one_line(
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
     assert not (tmp_path / "shards" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        ("--model", "/nowhere/model"),
+        ("--layers", "2,9"),
+        ("--batch-tokens", "0"),
+        ("--data", "/nowhere/data.jsonl"),
+        ("--data", "/nowhere/data.jsonl", "--generate", "4"),
+        ("--max-length", "2"),
+        ("--generate", "0"),
+    ],
+)
+def test_overwriting_removes_nothing_before_all_else_is_in_order(
+    extract: Callable[..., int], tmp_path: Path, refused: tuple[str, ...]
+) -> None:
+    assert extract("--layers", "2", "--limit", "2") == 0
+    before = digests(tmp_path / "shards")
+    assert extract("--layers", "2", "--overwrite", *refused) == 2
+    assert digests(tmp_path / "shards") == before
+
+
+def test_overwriting_a_full_disk_removes_nothing(
+    extract: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert extract("--layers", "2", "--limit", "2") == 0
+    before = digests(tmp_path / "shards")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+    assert extract("--layers", "2", "--overwrite") == 2
+    assert digests(tmp_path / "shards") == before
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.extract.extraction import Extraction, prepare_folder
+from spectrain.extract.extraction import Extraction, check_folder, clear_folder
 from spectrain.extract.manifest import ShardEntry
 from spectrain.extract.plan import ExtractionError, plan_extraction
 from spectrain.extract.shards import ShardError, ShardSet
@@ -153,7 +153,7 @@ def test_resume_repairs_what_is_damaged_and_nothing_else(llama: Target, tmp_path
     plan = plan_of([rows[:2], rows[2:4], rows[4:]])
 
     def run() -> int:
-        prepare_folder(tmp_path, resume=True, overwrite=False)
+        check_folder(tmp_path, resume=True, overwrite=False)
         return Extraction(llama, plan, tmp_path, settings()).run()[1]
 
     assert run() == 3
@@ -231,16 +231,18 @@ def test_resuming_with_other_data_or_weights_is_refused(llama: Target, tmp_path:
 
 
 def test_an_existing_folder_needs_a_decision(llama: Target, tmp_path: Path) -> None:
-    prepare_folder(tmp_path, resume=False, overwrite=False)
+    check_folder(tmp_path, resume=False, overwrite=False)
     (tmp_path / "mine.txt").write_text("kept")
     Extraction(llama, plan_of([rows_of((5,)), rows_of((6,))]), tmp_path, settings()).run()
     with pytest.raises(ExtractionError, match="pass --resume, --overwrite or another --out"):
-        prepare_folder(tmp_path, resume=False, overwrite=False)
+        check_folder(tmp_path, resume=False, overwrite=False)
     with pytest.raises(ExtractionError, match="found both"):
-        prepare_folder(tmp_path, resume=True, overwrite=True)
+        check_folder(tmp_path, resume=True, overwrite=True)
     with pytest.raises(ExtractionError, match="found a file"):
-        prepare_folder(tmp_path / "mine.txt", resume=False, overwrite=False)
-    prepare_folder(tmp_path, resume=False, overwrite=True)
+        check_folder(tmp_path / "mine.txt", resume=False, overwrite=False)
+    check_folder(tmp_path, resume=False, overwrite=True)
+    assert len(list(tmp_path.iterdir())) > 1, "looking removes nothing"
+    clear_folder(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
