@@ -81,11 +81,13 @@ def fit(request: FitRequest, listener: Listener) -> FitReport:
 
     run = request.out / "run"
     checkpoints = CheckpointFolder(run / "checkpoints")
-    launch.run_on_main(accelerator, lambda: _prepare_folder(request, checkpoints))
+    launch.run_on_main(accelerator, lambda: _check_folder(request))
     found = _found(request, checkpoints, assembly, shards, speaker)
     head = assembly.network() if found else new_head(assembly, shards)
     if found:
         checkpoint.load_head_tensors(found.folder, head)
+    # only now: what is refused until here must not cost the head that lies there
+    launch.run_on_main(accelerator, lambda: _prepare_folder(request, checkpoints))
     launch.run_on_main(
         accelerator, lambda: (run / "recipe.yaml").write_text(assembly.recipe.to_yaml(), encoding="utf-8")
     )
@@ -121,20 +123,27 @@ class _Silent:
         """Says nothing."""
 
 
-def _prepare_folder(request: FitRequest, checkpoints: CheckpointFolder) -> None:
-    out, run = request.out, request.out / "run"
-    occupied = out.is_dir() and any(out.iterdir())
-    if occupied and not (request.resume or request.overwrite):
+def _check_folder(request: FitRequest) -> None:
+    """Refuses a folder that holds something nobody said what to do with; touches nothing."""
+    out = request.out
+    if request.resume and request.overwrite:
+        raise CheckpointError("expected --resume or --overwrite, found both; give one")
+    if out.exists() and not out.is_dir():
+        raise CheckpointError(f"--out must be a folder, found a file at {out}; choose another name")
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    if not (request.resume or request.overwrite):
         raise CheckpointError(f"{out} is not empty; pass --resume to continue its run, --overwrite to start again")
-    if occupied and request.overwrite and not request.resume:
-        foreign = [p.name for p in out.iterdir() if p.name not in (*HEAD_FILES, "run")]
-        if foreign:
-            raise CheckpointError(
-                f"{out} holds {foreign[0]}, which no fit wrote, so --overwrite leaves it alone; move it"
-            )
+    foreign = [path.name for path in out.iterdir() if path.name not in (*HEAD_FILES, "run")]
+    if request.overwrite and foreign:
+        raise CheckpointError(f"{out} holds {foreign[0]}, which no fit wrote, so --overwrite leaves it alone; move it")
+
+
+def _prepare_folder(request: FitRequest, checkpoints: CheckpointFolder) -> None:
+    if request.overwrite:
         for name in HEAD_FILES:
-            (out / name).unlink(missing_ok=True)
-        shutil.rmtree(run, ignore_errors=True)
+            (request.out / name).unlink(missing_ok=True)
+        shutil.rmtree(request.out / "run", ignore_errors=True)
     checkpoints.folder.mkdir(parents=True, exist_ok=True)
     checkpoints.remove_leftovers()
 

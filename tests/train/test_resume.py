@@ -260,6 +260,30 @@ def test_an_occupied_folder_is_kept_unless_told(shards: Path, unbroken: Path, tm
     assert checkpoints(out) == ["step-00000001"]
 
 
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        ("head.draft_vocab_size=1", {"overwrite": True}),
+        ("head.layer_ids=[0,1,2]", {"overwrite": True}),
+        ("stopping.max_steps=1", {"overwrite": True, "resume": True}),
+    ],
+)
+def test_what_is_refused_costs_no_head(
+    shards: Path, unbroken: Path, tmp_path: Path, change: str, options: dict[str, bool]
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(unbroken, out)
+    with pytest.raises(ValueError):
+        run(shards, out, change, **options)
+    assert (out / "model.safetensors").is_file() and checkpoints(out) == checkpoints(unbroken)
+
+
+def test_a_file_in_the_way_is_named(shards: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(CheckpointError, match="--out must be a folder"):
+        run(shards, tmp_path / "out")
+
+
 def test_the_best_value_survives_a_resume(shards: Path, unbroken: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     stop_at(shards, out, 5)
