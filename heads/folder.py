@@ -86,11 +86,16 @@ def read_record(folder: Path) -> dict[str, Any]:
         record = json.loads(path.read_text())
     except ValueError as error:
         raise HeadError(f"{path} is not valid JSON ({error}); restore it or train the head again") from error
+    if not isinstance(record, dict):
+        raise HeadError(f"{path} must hold a JSON object, found {type(record).__name__}; train the head again")
     version = record.get("format_version")
     if version != FORMAT_VERSION:
         raise HeadError(
             f"{path} has format version {version}, this spectrain reads {FORMAT_VERSION}; use the matching one"
         )
+    missing = [key for key, kind in (("config_class", str), ("config", dict)) if not isinstance(record.get(key), kind)]
+    if missing:
+        raise HeadError(f"{path} lacks {' and '.join(missing)}; restore it or train the head again")
     return record
 
 
@@ -118,7 +123,11 @@ def _check_tensors(path: Path, head: DraftHead, found: Mapping[str, torch.Tensor
 def _replace(path: Path, write: Any) -> None:
     """Writes to a temporary name beside `path`, syncs and renames, so that no reader ever sees half a file."""
     temporary = path.with_name(path.name + ".tmp")
-    write(temporary)
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        write(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise HeadError(f"could not write {path}: {error}; free space or choose another folder") from error

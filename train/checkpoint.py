@@ -7,7 +7,8 @@ of the others. What does not match is not a checkpoint. Tensors are named as the
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,30 +111,45 @@ def save(folder: Path, stepper: Stepper, head: DraftHead, state: RunState, on_ma
     temporary = folder.with_name(f".{folder.name}.tmp")
 
     def begin() -> None:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        temporary.mkdir()
-        save_file(head_tensors(head), temporary / HEAD_FILE, metadata={"format": "pt"})
-        if not stepper.sharded:
-            save_file(_optimizer_tensors(head, stepper.optimizer), temporary / OPTIMIZER_FILE)
+        with _writing(temporary):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            if temporary.exists():
+                shutil.rmtree(temporary)
+            temporary.mkdir()
+            save_file(head_tensors(head), temporary / HEAD_FILE, metadata={"format": "pt"})
+            if not stepper.sharded:
+                save_file(_optimizer_tensors(head, stepper.optimizer), temporary / OPTIMIZER_FILE)
 
     def finish() -> None:
-        files = [path for path in temporary.rglob("*") if path.is_file()]
-        sizes = {str(path.relative_to(temporary)): path.stat().st_size for path in files}
-        (temporary / STATE_FILE).write_text(json.dumps({**asdict(state), "files": sizes}, indent=2) + "\n")
-        for path in [*files, temporary / STATE_FILE]:
-            _sync(path)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(temporary, folder)
-        _sync(folder.parent)
+        with _writing(temporary):
+            files = [path for path in temporary.rglob("*") if path.is_file()]
+            sizes = {str(path.relative_to(temporary)): path.stat().st_size for path in files}
+            (temporary / STATE_FILE).write_text(json.dumps({**asdict(state), "files": sizes}, indent=2) + "\n")
+            for path in [*files, temporary / STATE_FILE, temporary]:
+                _sync(path)
+            if folder.exists():
+                shutil.rmtree(folder)
+            os.replace(temporary, folder)
+            _sync(folder.parent)
 
     on_main(begin)
     if stepper.sharded:
         stepper.accelerator.save_state(str(temporary / SHARDED_FOLDER), safe_serialization=True)
         stepper.accelerator.wait_for_everyone()
     on_main(finish)
+
+
+@contextmanager
+def _writing(temporary: Path) -> Iterator[None]:
+    """Gives back the space of a checkpoint that the disk refuses, and says so as CheckpointError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"could not write a checkpoint into {temporary.parent}: {error}; free space and continue with --resume, "
+            f"checkpoints that are already there are kept"
+        ) from error
 
 
 def load(folder: Path, stepper: Stepper, head: DraftHead, state: RunState) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from spectrain.extract.shards import ShardError, ShardSet, TargetIdentity
@@ -16,7 +17,7 @@ from spectrain.recipes.loader import RecipeError
 from spectrain.tests.models import rand_llama, succ_llama
 from spectrain.tests.shard_folders import make_document, random_documents, write_shards
 from spectrain.tests.train.runs import Recorder, run
-from spectrain.train import evaluation, trainer
+from spectrain.train import checkpoint, evaluation, trainer
 from spectrain.train.checkpoint import CheckpointFolder
 from spectrain.train.evaluation import Evaluation, Validator
 from spectrain.train.log import read_metrics
@@ -194,6 +195,27 @@ def test_a_failing_evaluation_loses_no_checkpoint(
         run(shards, tmp_path / "out")
     found = CheckpointFolder(tmp_path / "out/run/checkpoints").newest()
     assert found is not None and found.state.step == 3
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("os error 28")])
+def test_a_disk_that_fills_up_keeps_the_checkpoints_before(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    out, save_file = tmp_path / "out", checkpoint.save_file
+
+    def full(tensors: Any, path: Path, **options: Any) -> None:
+        if "step-00000003" in str(path):
+            path.write_bytes(b"part")
+            raise error
+        save_file(tensors, path, **options)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(checkpoint.CheckpointError, match="could not write a checkpoint .* free space .* --resume"):
+        run(shards, out)
+    folder = out / "run" / "checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"], "what was half written gives its space back"
+    monkeypatch.setattr(checkpoint, "save_file", save_file)
+    assert run(shards, out, resume=True).result.step > 3
 
 
 def test_without_validation_the_last_checkpoint_is_exported_and_said_so(shards: Path, tmp_path: Path) -> None:
