@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from .options import Device, Dtype, MaxLength, Model, Overwrite, Seed
+from .options import AllowPackage, Device, Dtype, MaxLength, Model, Overwrite, Seed
 
 if TYPE_CHECKING:
     from ..heads.folder import LoadedHead
@@ -74,7 +74,6 @@ Raw = Annotated[bool, typer.Option("--raw", help="Skip the chat template.")]
 AllTurns = Annotated[bool, typer.Option("--all-turns", help="Every turn of a `turns` row as a prompt of its own.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Generate past end tokens.")]
 Out = Annotated[Path, typer.Option(help="Folder for report.json, report.html and outputs.jsonl.")]
-AllowPackage = Annotated[list[str] | None, typer.Option(help="A package a head of yours may import its classes from.")]
 
 
 def evaluate(
@@ -124,7 +123,10 @@ def run(options: Options, *, quiet: bool = False) -> "list[MethodResult]":
     target = Target.load(
         options.model, device=device, dtype=dtype_of(options.dtype, device), max_length=options.max_length
     )
-    prompt_sets = {path.name.split(".")[0]: _read_prompts(path, target, options) for path in options.prompts}
+    names = _set_names(options.prompts)
+    prompt_sets = {
+        name: _read_prompts(path, target, options) for name, path in zip(names, options.prompts, strict=True)
+    }
     loaded = None if method == PLAIN else _load_head(options, target)
     k = 0 if loaded is None else _num_draft_tokens(options, loaded.record)
     _check_lengths(prompt_sets, k, target)
@@ -192,6 +194,8 @@ def _method(options: Options) -> str:
 
 
 def _check_out(options: Options) -> None:
+    if options.out.exists() and not options.out.is_dir():
+        raise EvalError(f"--out must be a folder, found a file at {options.out}; choose another name")
     present = [name for name in FILES if (options.out / name).exists()]
     if present and not options.overwrite:
         raise EvalError(f"{options.out} already holds {present[0]}; pass --overwrite or another --out")
@@ -200,8 +204,10 @@ def _check_out(options: Options) -> None:
 def _params(options: Options) -> "SamplingParams":
     from ..infer.sampling import SamplingParams
 
-    if options.batch_size < 1:
-        raise EvalError(f"--batch-size must be at least 1, found {options.batch_size}")
+    for name in ("batch_size", "limit", "max_new_tokens", "num_blocks"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise EvalError(f"--{name.replace('_', '-')} must be at least 1, found {value}; give a larger number")
     return SamplingParams(
         temperature=options.temperature,
         top_k=options.top_k,
@@ -209,6 +215,19 @@ def _params(options: Options) -> "SamplingParams":
         max_tokens=options.max_new_tokens,
         ignore_eos=options.ignore_eos,
     )
+
+
+def _set_names(paths: Sequence[Path]) -> list[str]:
+    """A name for each file, the shortest that tells them apart; a file given twice is refused."""
+    for names in (
+        [path.name.split(".")[0] for path in paths],
+        [path.name for path in paths],
+        [f"{path.resolve().parent.name}/{path.name}" for path in paths],
+    ):
+        if len(set(names)) == len(names):
+            return names
+    doubled = next(name for name in names if names.count(name) > 1)
+    raise EvalError(f"every --prompts file needs a name of its own, found {doubled} twice; rename one or give it once")
 
 
 def _read_prompts(path: Path, target: "Target", options: Options) -> "list[Prompt]":
@@ -335,7 +354,12 @@ def _write(options: Options, k: int, target: "Target", measured: "Sequence[Measu
 
     options.out.mkdir(parents=True, exist_ok=True)
     settings = {name: _plain(value) for name, value in options._asdict().items()}
-    settings |= {"num_draft_tokens": k, "device": str(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
+    settings |= {
+        "model": target.name,
+        "num_draft_tokens": k,
+        "device": str(target.device),
+        "dtype": str(target.dtype).removeprefix("torch."),
+    }
     results = [m.result for m in measured]
     facts = environment(target.device)
     write_json(options.out / "report.json", report_json(results, settings, facts))

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .options import AllowPackage
+
 if TYPE_CHECKING:
     from ..extract.shards import Document
 
@@ -17,14 +19,14 @@ class InspectError(ValueError):
     """The folder is neither shards nor a head; the message says what was looked for."""
 
 
-def inspect(folder: Folder, document: Show = 0, verify: Verify = True) -> None:
+def inspect(folder: Folder, document: Show = 0, verify: Verify = True, allow_package: AllowPackage = None) -> None:
     """Show a shard folder (facts, checksums, one document with its loss mask) or a head folder (config, tensors)."""
     from ..extract.manifest import MANIFEST
 
     if (folder / MANIFEST).is_file():
         _shards(folder, document, verify)
     elif (folder / "spectrain.json").is_file():
-        _head(folder)
+        _head(folder, allow_package or [])
     else:
         raise InspectError(
             f"expected {MANIFEST} (shards) or spectrain.json (a head) in {folder}, found neither; give a folder "
@@ -79,10 +81,10 @@ def _show(document: "Document", target_folder: Path) -> None:
         raise InspectError("expected finite states, found NaN or infinity in this document; extract it again")
 
 
-def _head(folder: Path) -> None:
+def _head(folder: Path, allowed_packages: list[str]) -> None:
     from ..heads.folder import load_head
 
-    loaded = load_head(folder)
+    loaded = load_head(folder, allowed_packages=allowed_packages)
     config, record = loaded.head.config, loaded.record
     _table(
         {

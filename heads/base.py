@@ -126,15 +126,19 @@ class HeadConfig(ABC):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        fields = {field.name for field in dataclasses.fields(cls)}
-        unknown, missing = sorted(set(values) - fields), sorted(fields - set(values))
-        if unknown or missing:
-            raise HeadError(
-                f"{cls.__name__} takes exactly its own fields; unknown {unknown}, missing {missing}: the head was "
-                f"written by another version, train it again or use that version"
-            )
-        values = {**values, "target": TargetFacts(**values["target"]), "layer_ids": tuple(values["layer_ids"])}
-        return cls(**values)
+        _check_fields(cls, values)
+        _check_fields(TargetFacts, values["target"])
+        return cls(**{**values, "target": TargetFacts(**values["target"]), "layer_ids": tuple(values["layer_ids"])})
+
+
+def _check_fields(cls: type, values: Mapping[str, Any]) -> None:
+    fields = {field.name for field in dataclasses.fields(cls)}
+    unknown, missing = sorted(set(values) - fields), sorted(fields - set(values))
+    if unknown or missing:
+        raise HeadError(
+            f"{cls.__name__} takes exactly its own fields; unknown {unknown}, missing {missing}: the head was "
+            f"written by another version, train it again or use that version"
+        )
 
 
 class DraftRows(NamedTuple):

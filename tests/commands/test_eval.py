@@ -68,6 +68,7 @@ def test_report_folder_of_a_head(model, head, prompts, tmp_path, capsys) -> None
     assert report["method"] == "eagle3" and report["prompt_set"] == "small"
     assert report["num_draft_tokens"] == 2, "the head's own default"
     assert report["lossless"]["passed"] and report["lossless"]["equal"] == report["num_prompts"] == 5
+    assert report["settings"]["model"] == model.name and str(model) not in (out / "report.html").read_text()
     assert report["settings"]["max_new_tokens"] == 12 and report["settings"]["dtype"] == "float32"
     assert str(tmp_path) not in (out / "report.json").read_text()
     rows = [json.loads(line) for line in (out / "outputs.jsonl").read_text().splitlines()]
@@ -107,6 +108,29 @@ def test_several_files_are_several_results(model, prompts, tmp_path, capsys) -> 
         ("small", 2, None),
         ("other", 1, None),
     ]
+
+
+def test_files_of_one_name_are_all_measured(model, prompts, tmp_path, capsys) -> None:
+    other = tmp_path / "other" / prompts.name
+    other.parent.mkdir()
+    other.write_text('{"question": "w1"}\n')
+    arguments = ("--model", model, "--method", "none", "--max-new-tokens", 3, "--limit", 2, "--out", tmp_path / "r")
+    code, _, error = run(capsys, *arguments, "--prompts", prompts, other)
+    assert code == 0, error
+    results = json.loads((tmp_path / "r" / "report.json").read_text())["results"]
+    assert [(r["prompt_set"], r["num_prompts"]) for r in results] == [
+        (f"{prompts.parent.name}/small.jsonl", 2),
+        ("other/small.jsonl", 1),
+    ]
+    code, _, error = run(capsys, *arguments, "--overwrite", "--prompts", prompts, prompts)
+    assert "small.jsonl twice" in one_line(code, error)
+
+
+def test_a_file_in_the_way_of_the_report_is_named_at_once(model, prompts, tmp_path, capsys) -> None:
+    (tmp_path / "r").write_text("mine")
+    arguments = ("--model", "/nowhere/model", "--method", "none", "--prompts", prompts, "--out", tmp_path / "r")
+    code, _, error = run(capsys, *arguments)
+    assert "--out must be a folder" in one_line(code, error)
 
 
 def test_sampling_options_reach_the_engine(model, head, prompts, monkeypatch, tmp_path) -> None:
@@ -206,7 +230,10 @@ def test_bad_prompt_files(content: bytes, expected: str, model, tmp_path, capsys
         (["--temperature", "-1"], "temperature"),
         (["--top-p", "0"], "top_p"),
         (["--batch-size", "0"], "--batch-size"),
-        (["--max-new-tokens", "0"], "max_tokens"),
+        (["--max-new-tokens", "0"], "--max-new-tokens"),
+        (["--limit", "0"], "--limit must be at least 1"),
+        (["--limit", "-3"], "--limit must be at least 1"),
+        (["--num-blocks", "0"], "--num-blocks must be at least 1"),
         (["--num-draft-tokens", "0"], "--num-draft-tokens"),
         (["--max-length", "100000"], "--max-length"),
         (["--device", "toaster"], "--device"),
@@ -221,13 +248,23 @@ def test_values_out_of_range(flags: list[str], expected: str, model, head, promp
     assert expected in one_line(code, error)
 
 
-@pytest.mark.parametrize("fault", ["missing", "extra", "shape", "no-folder", "no-record"])
+RECORDS = {
+    "record-cut": '{"format_version": 1, "config_cl',
+    "record-empty": '{"format_version": 1}',
+    "record-list": "[]",
+    "record-target": '{"format_version": 1, "config_class": "spectrain.heads.eagle3:Eagle3Config", "config": {}}',
+}
+
+
+@pytest.mark.parametrize("fault", ["missing", "extra", "shape", "no-folder", "no-record", *RECORDS])
 def test_broken_head_folders(fault: str, model, prompts, tensors, tmp_path, capsys) -> None:
     from safetensors.torch import load_file, save_file
 
     head = write_head(tmp_path / "h", tensors)
     weights = load_file(head / "model.safetensors")
-    if fault == "missing":
+    if fault in RECORDS:
+        (head / "spectrain.json").write_text(RECORDS[fault])
+    elif fault == "missing":
         weights.pop("fc.weight")
     elif fault == "extra":
         weights["stray.weight"] = torch.zeros(2)
@@ -239,5 +276,7 @@ def test_broken_head_folders(fault: str, model, prompts, tensors, tmp_path, caps
     path = tmp_path / "nowhere" if fault == "no-folder" else head
     code, _, error = run(capsys, "--model", model, "--head", path, "--prompts", prompts, "--out", tmp_path / "r")
     line = one_line(code, error)
+    assert "Error" not in line
     expected = {"missing": "missing fc.weight", "extra": "stray.weight", "shape": "fc.weight has shape [3, 3]"}
+    expected["record-target"] = "missing ['draft_vocab_size'"
     assert expected.get(fault, str(path)) in line
