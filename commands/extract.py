@@ -141,7 +141,7 @@ def _layer_request(recipe: str | None, layers: str | None) -> _LayerRequest:
         raise ExtractionError("expected --recipe or --layers, found both; give one")
     if layers is not None:
         try:
-            return _LayerRequest(tuple(int(part) for part in layers.split(",") if part.strip()), ())
+            return _LayerRequest(tuple(int(part) for part in layers.split(",")), ())
         except ValueError:
             raise ExtractionError(f"--layers takes numbers such as 2,15,27, found {layers!r}; correct it") from None
     if recipe is None:

@@ -232,7 +232,8 @@ class Extraction:
             before = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, OSError) as error:
             raise ExtractionError(f"{path} is not readable JSON ({error}); pass --overwrite to start again") from error
-        for key in sorted({*self.record, *before}):
+        # the hash of the data comes last: it covers the division into shards, and the setting behind it says more
+        for key in sorted({*self.record, *before}, key=lambda key: (key == "data", key)):
             if before.get(key) != self.record.get(key):
                 raise ExtractionError(
                     f"{self.out} was begun with another {key.replace('_', ' ')} (found {_short(before.get(key))}, now "

@@ -114,6 +114,7 @@ def test_the_target_answers_first(
         ((), "expected --recipe NAME or --layers 2,15,27, found neither"),
         (("--layers", "2", "--recipe", "eagle3"), "found both"),
         (("--layers", "two"), "--layers takes numbers"),
+        (("--layers", ","), "--layers takes numbers"),
         (("--layers", "2,9"), "layer ids must lie between 0 (embeddings) and 6"),
         (("--recipe", "eagle"), "no recipe 'eagle': did you mean eagle3?"),
         (("--layers", "2", "--dtype", "float16"), "--dtype must be one of bfloat16, float32"),
