@@ -1,5 +1,6 @@
 """The face: a table of commands. A command's module is imported when it runs, so `spectrain --help` answers at once."""
 
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except (ValueError, OSError) as error:
         if not is_for_user(error):
             raise
-        print("spectrain: error:", " ".join(str(error).split()), file=sys.stderr)
+        advice = "; free space and run the command again" if getattr(error, "errno", None) == errno.ENOSPC else ""
+        print("spectrain: error:", " ".join(str(error).split()) + advice, file=sys.stderr)
         sys.exit(2)
     sys.exit(0)
 
@@ -83,7 +85,8 @@ def build_app(invoked: str | None) -> typer.Typer:
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name, help=summary)
         else:
-            app.command(name, help=summary)(command)
+            # the invoked command tells all of itself, the others a line each
+            app.command(name, help=summary if command is _unloaded else None)(command)
     return app
 
 

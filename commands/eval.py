@@ -1,6 +1,7 @@
 """`spectrain eval`: a draft head, or plain decoding, measured on prompts and checked for losslessness."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -106,7 +107,7 @@ def evaluate(
     Exit code 1 if drafting changed the output.
     """
     results = run(Options(**locals()))
-    if not all(result.lossless.passed for result in results):
+    if any(result.lossless.tested and not result.lossless.passed for result in results):
         sys.exit(1)
 
 
@@ -194,8 +195,11 @@ def _method(options: Options) -> str:
 
 
 def _check_out(options: Options) -> None:
-    if options.out.exists() and not options.out.is_dir():
-        raise EvalError(f"--out must be a folder, found a file at {options.out}; choose another name")
+    there = next(path for path in (options.out, *options.out.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise EvalError(f"--out must be a folder, found a file at {there}; choose another name")
+    if not os.access(there, os.W_OK):
+        raise EvalError(f"--out must be a folder that can be written, found {there} read-only; choose another")
     present = [name for name in FILES if (options.out / name).exists()]
     if present and not options.overwrite:
         raise EvalError(f"{options.out} already holds {present[0]}; pass --overwrite or another --out")

@@ -69,6 +69,9 @@ def extract(
     console = Console(stderr=True)
     if dtype not in DTYPES:
         raise ExtractionError(f"--dtype must be one of {', '.join(DTYPES)}, found {dtype!r}; give one of them")
+    for option, value in (("--limit", limit), ("--max-tokens", max_tokens)):
+        if value is not None and value < 1:
+            raise ExtractionError(f"{option} must be at least 1, found {value}; give a larger number or leave it out")
     asked = _layer_request(recipe, layers)
     workers, chosen = _processes(device)
     if workers.rank != 0:

@@ -1,6 +1,7 @@
 """The manifest of a shard folder: what it holds, for which target, and how it was made."""
 
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -145,9 +146,14 @@ def check_same(first: Path, reference: Manifest, other: Path, manifest: Manifest
             )
     if reference.target.fingerprint != manifest.target.fingerprint:
         raise ShardError(
-            f"shard folders must come from one target: target.fingerprint is {reference.target.fingerprint} in {first} "
-            f"({reference.target.name}) but {manifest.target.fingerprint} in {other} ({manifest.target.name})"
+            f"shard folders must come from one target: {first} is of {reference.target.name} (fingerprint "
+            f"{_digest(reference)}), {other} of {manifest.target.name} ({_digest(manifest)}); train on one of them, or "
+            f"extract the other again with the same target"
         )
+
+
+def _digest(manifest: Manifest) -> str:
+    return hashlib.sha256(manifest.target.fingerprint.encode()).hexdigest()[:12]
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:

@@ -60,6 +60,7 @@ class Losslessness:
     num_tokens: int
     reason: str
     details: list[dict[str, Any]] = field(default_factory=list)
+    tested: bool = True  # False: too few tokens to say anything, so that nothing passed and nothing failed
 
 
 def rounding_bound(logits: Tensor, dtype: torch.dtype) -> float:
@@ -164,6 +165,7 @@ def check_sampled(
         num_tokens=num_tokens,
         reason=reason,
         details=[{"block_position": q, "num_tokens": len(tests[q]), "p_value": p} for q, p in p_values.items()],
+        tested=p_value is not None or impossible > IMPOSSIBLE_SHARE * num_tokens,
     )
 
 

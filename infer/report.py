@@ -76,7 +76,8 @@ def verdict(result: MethodResult) -> str:
     else:
         p = "none" if check.p_value is None else f"{check.p_value:.2g}"
         facts = f"KS p = {p}, n = {check.num_tokens}"
-    return f"{'passed' if check.passed else 'FAILED'}: {facts}" + (f"; {check.reason}" if check.reason else "")
+    word = "passed" if check.passed else "FAILED" if check.tested else "not tested"
+    return f"{word}: {facts}" + (f"; {check.reason}" if check.reason else "")
 
 
 def advice(result: MethodResult) -> str:

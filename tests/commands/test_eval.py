@@ -87,6 +87,14 @@ def test_sampling_is_judged_by_its_law(model, head, prompts, tmp_path, capsys) -
     assert "n = 120" in shown
 
 
+def test_too_few_tokens_for_the_law_are_no_failure(model, head, prompts, tmp_path, capsys) -> None:
+    arguments = ("--model", model, "--head", head, "--prompts", prompts, "--max-new-tokens", 4, "--limit", 1)
+    code, shown, _ = run(capsys, *arguments, "--temperature", 1, "--out", tmp_path / "r")
+    check = json.loads((tmp_path / "r" / "report.json").read_text())["lossless"]
+    assert code == 0 and "not tested" in shown and "FAILED" not in shown
+    assert not check["passed"] and not check["tested"]
+
+
 def test_a_head_that_changes_the_output_exits_with_1(model, head, prompts, tmp_path, capsys, monkeypatch) -> None:
     from spectrain.infer import runner
     from spectrain.tests.infer.test_evaluate import accept_everything
@@ -128,9 +136,10 @@ def test_files_of_one_name_are_all_measured(model, prompts, tmp_path, capsys) ->
 
 def test_a_file_in_the_way_of_the_report_is_named_at_once(model, prompts, tmp_path, capsys) -> None:
     (tmp_path / "r").write_text("mine")
-    arguments = ("--model", "/nowhere/model", "--method", "none", "--prompts", prompts, "--out", tmp_path / "r")
-    code, _, error = run(capsys, *arguments)
-    assert "--out must be a folder" in one_line(code, error)
+    for out in (tmp_path / "r", tmp_path / "r" / "report"):
+        arguments = ("--model", "/nowhere/model", "--method", "none", "--prompts", prompts, "--out", out)
+        code, _, error = run(capsys, *arguments)
+        assert "--out must be a folder" in one_line(code, error)
 
 
 def test_sampling_options_reach_the_engine(model, head, prompts, monkeypatch, tmp_path) -> None:

@@ -122,7 +122,9 @@ def test_the_target_answers_first(
         (("--layers", "2", "--max-length", "2"), "no supervised token within --max-length"),
         (("--layers", "2", "--batch-tokens", "0"), "--batch-tokens must be at least 1"),
         (("--layers", "2", "--generate", "0"), "--generate takes the longest answer"),
-        (("--layers", "2", "--limit", "0"), "expected at least one row with a supervised token"),
+        (("--layers", "2", "--limit", "0"), "--limit must be at least 1"),
+        (("--layers", "2", "--max-tokens", "0"), "--max-tokens must be at least 1"),
+        (("--layers", "2", "--max-tokens", "2"), "expected at least one row with a supervised token"),
     ],
 )
 def test_bad_options_end_in_one_line(
