@@ -356,19 +356,27 @@ def _write(options: Options, k: int, target: "Target", measured: "Sequence[Measu
     from ..infer.report_page import page
     from .devices import environment
 
-    options.out.mkdir(parents=True, exist_ok=True)
     settings = {name: _plain(value) for name, value in options._asdict().items()}
-    settings |= {
-        "model": target.name,
-        "num_draft_tokens": k,
-        "device": str(target.device),
-        "dtype": str(target.dtype).removeprefix("torch."),
-    }
+    settings |= {"model": target.name, "num_draft_tokens": k, "device": str(target.device)}
+    settings["dtype"] = str(target.dtype).removeprefix("torch.")
     results = [m.result for m in measured]
     facts = environment(target.device)
-    write_json(options.out / "report.json", report_json(results, settings, facts))
-    (options.out / "report.html").write_text(page(results, settings, facts))
-    with open(options.out / "outputs.jsonl", "w") as file:
+    options.out.mkdir(parents=True, exist_ok=True)
+    # an earlier report is replaced when the new one is whole
+    new = {name: options.out / f"{name}.tmp" for name in FILES}
+    try:
+        write_json(new["report.json"], report_json(results, settings, facts))
+        new["report.html"].write_text(page(results, settings, facts), encoding="utf-8")
+        _write_outputs(new["outputs.jsonl"], target, measured)
+        for name, path in new.items():
+            os.replace(path, options.out / name)
+    finally:
+        for path in new.values():
+            path.unlink(missing_ok=True)
+
+
+def _write_outputs(path: Path, target: "Target", measured: "Sequence[Measured]") -> None:
+    with open(path, "w", encoding="utf-8") as file:
         for m in measured:
             runs = {m.result.method: m.outputs, PLAIN: m.plain_outputs}
             for method, outputs in runs.items():

@@ -115,6 +115,7 @@ class Engine:
             self.scheduler.requeue(request)
             self.statistics.num_preemptions += 1
         if not scheduled:
+            assert preempted or not self.has_unfinished(), "requests wait and nothing can run: blocks were lost"
             return []
         result = self.runner.run_target(scheduled)
         kept = [self._commit(rows, result, i) for i, rows in enumerate(scheduled)]

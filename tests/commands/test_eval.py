@@ -1,5 +1,6 @@
 """`spectrain eval` through the command line on a tiny target: the report folder, and one line for each wrong input."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -202,6 +203,21 @@ def test_an_earlier_report_is_not_overwritten(model, prompts, tmp_path, capsys) 
     arguments = ("--model", model, "--method", "none", "--prompts", prompts, "--out", tmp_path)
     code, _, error = run(capsys, *arguments)
     assert "--overwrite" in one_line(code, error)
+    assert (tmp_path / "report.json").read_text() == "precious"
+
+
+def test_a_full_disk_keeps_the_earlier_report(model, prompts, tmp_path, capsys, monkeypatch) -> None:
+    (tmp_path / "report.json").write_text("precious")
+
+    def full(path, target, measured) -> None:
+        path.write_text("part")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(eval_command, "_write_outputs", full)
+    arguments = ("--model", model, "--method", "none", "--prompts", prompts, "--max-new-tokens", 2, "--out", tmp_path)
+    code, _, error = run(capsys, *arguments, "--overwrite")
+    assert "No space left on device; free space" in one_line(code, error)
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
     assert (tmp_path / "report.json").read_text() == "precious"
 
 
