@@ -1,7 +1,7 @@
 """A head trained by `fit` on a target that counts drafts perfectly in the engine, far beyond its training length.
 
-SUCC continues every token t with t + 1, so a right loop ends in acceptance of every draft. A loop that is off by one
-token anywhere between shards, trainer and engine accepts none: the drafts are then the neighbours of the right ones.
+SUCC continues every token t with t + 1, so a right loop ends in acceptance of every draft. A label that is off by one
+between shards, trainer and engine would end in none: the drafts are then the neighbours of the right ones.
 """
 
 from pathlib import Path
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from spectrain.heads.eagle3 import Eagle3Head
 from spectrain.heads.folder import load_head
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.proposers.eagle3 import Eagle3Proposer
@@ -41,10 +42,11 @@ def head_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "head"
 
 
-def decode(head_folder: Path, proposer_class: type[Eagle3Proposer], length: int) -> Engine:
+def decode(head_folder: Path, length: int) -> Engine:
     target = Target.from_model(succ_llama(4))
     head = load_head(head_folder, dtype=torch.float32).head
-    proposer = proposer_class(head, target.tensors(), K)
+    assert isinstance(head, Eagle3Head)
+    proposer = Eagle3Proposer(head, target.tensors(), K)
     engine = Engine(target, proposer, EngineConfig(num_draft_tokens=K, num_blocks=200, block_size=4))
     prompts = [[start, (start + 1) % 41] for start in (0, 7, 23, 39)]
     outputs = engine.generate(prompts, SamplingParams(max_tokens=length, ignore_eos=True))
@@ -54,23 +56,11 @@ def decode(head_folder: Path, proposer_class: type[Eagle3Proposer], length: int)
 
 
 def test_every_draft_is_accepted_within_the_trained_length(head_folder):
-    statistics = decode(head_folder, Eagle3Proposer, TRAINED_LENGTH - 2).statistics
+    statistics = decode(head_folder, TRAINED_LENGTH - 2).statistics
     assert statistics.accepted_tokens == statistics.draft_tokens > 0
 
 
 def test_four_times_the_trained_length_is_decoded_with_most_drafts_accepted(head_folder):
     """Angles this tiny head never saw cost it some drafts; misplaced positions would cost it nearly all."""
-    statistics = decode(head_folder, Eagle3Proposer, 4 * TRAINED_LENGTH).statistics
+    statistics = decode(head_folder, 4 * TRAINED_LENGTH).statistics
     assert statistics.accepted_tokens > 0.7 * statistics.draft_tokens
-
-
-class OffByOneToken(Eagle3Proposer):
-    """Pairs each state with its own token instead of the next one."""
-
-    def observe(self, rows):
-        super().observe(rows._replace(next_token_ids=rows.batch.token_ids))
-
-
-def test_a_proposer_off_by_one_token_gets_nothing_accepted(head_folder):
-    statistics = decode(head_folder, OffByOneToken, TRAINED_LENGTH).statistics
-    assert statistics.accepted_tokens == 0
