@@ -1,6 +1,7 @@
 """The face: a table of commands. A command's module is imported when it runs, so `spectrain --help` answers at once."""
 
 import errno
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -40,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Faults of our own keep their traceback.
     """
     arguments = spread(sys.argv[1:] if arguments is None else arguments)
+    if not sys.stderr.isatty():
+        # bars of other libraries fill logs with control characters
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         build_app(_invoked(arguments))(arguments, prog_name="spectrain")
     except KeyboardInterrupt:

@@ -124,6 +124,8 @@ def extract(
     with _Bar(console, plan.tokens // workers.world_size) as bar:
         manifest, written = extraction.run(bar)
     _summarise(manifest, written, out, workers, console)
+    if isinstance(workers, _Processes):
+        workers.close()
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,10 @@ class _Processes:
         from accelerate.utils import gather_object
 
         return gather_object(entries)
+
+    def close(self) -> None:
+        """Leaves the group, which NCCL otherwise warns about at exit."""
+        self._state.destroy_process_group()
 
 
 def _processes(device: str) -> tuple[Workers, torch.device]:

@@ -30,7 +30,7 @@ def quickstart(
     wheel: Wheel = None,
     data: Data = None,
     out: Out = Path("runs/quickstart"),
-    max_tokens: MaxTokens = 50_000,
+    max_tokens: MaxTokens = 40_000,
     prompts: Prompts = 6,
     max_new_tokens: MaxNewTokens = 64,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",

@@ -86,6 +86,8 @@ def convert(gguf: Path, folder: Path) -> None:
     model = LlamaForCausalLM(config)
     model.load_state_dict(read.state_dict())
     tokenizer = AutoTokenizer.from_pretrained(**where)
+    # a clean-up made for WordPiece, which would take spaces out of decoded text
+    tokenizer.clean_up_tokenization_spaces = False
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.bfloat16().save_pretrained(folder)

@@ -7,6 +7,7 @@ import torch
 
 from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head
 from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.proposers.base import DraftStep
 from spectrain.infer.proposers.eagle3 import Eagle3Proposer
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
@@ -97,3 +98,16 @@ def test_drafts_end_where_the_head_ends(target, prompts, plain):
     reached = [length + len(tokens) for (_, length), tokens in proposer.drafts.items() if tokens]
     assert max(reached) <= 25
     assert engine.statistics.num_decode_steps > 0
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_probabilistic_drafts_are_drawn_at_the_requests_temperature(target, temperature):
+    proposer = Eagle3Proposer(head_of(target), target.tensors(), 1, "probabilistic")
+    logits = torch.randn(2, 97, generator=torch.Generator().manual_seed(0))
+    step = DraftStep([0, 1], torch.zeros(2, 1), torch.tensor([3, 4]), torch.zeros(2), [1, 1], *_sampling(temperature))
+    _, law = proposer._draw(logits, step, 0)
+    torch.testing.assert_close(law.exp(), (logits / temperature).softmax(-1))
+
+
+def _sampling(temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full((2,), temperature), torch.tensor([0, 1])
