@@ -32,16 +32,6 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes a new allocation can take, what torch has reserved and does not use included."""
-    if device.type == "cuda":
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + reserved
-    import psutil
-
-    return psutil.virtual_memory().available
-
-
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions and hardware, JSON-ready."""
     from .. import __version__

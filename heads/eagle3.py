@@ -56,7 +56,7 @@ class Eagle3Config(HeadConfig):
         implied: dict[str, Any] = {
             "layer_ids": None,
             "vocab_size": target.vocab_size,
-            "draft_vocab_size": 32000,
+            "draft_vocab_size": target.vocab_size,
             "hidden_size": target.hidden_size,
             "intermediate_size": target.intermediate_size,
             "num_layers": 1,

@@ -55,8 +55,7 @@ class Engine:
                 f"{self.max_length}; lower --num-draft-tokens"
             )
         requirements = proposer.requirements
-        if requirements.layer_ids:
-            target.capture(requirements.layer_ids)
+        target.capture(requirements.layer_ids)
         specs = (*target.plane_specs, *requirements.planes)
         num_blocks = config.num_blocks or self._num_blocks(specs)
         self.pool = BlockPool(num_blocks, config.block_size)
@@ -206,8 +205,10 @@ class Engine:
 
 
 def _free_memory(device: torch.device) -> int:
+    """Bytes a new allocation can take, what torch has reserved and does not use included."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     import psutil
 
     return psutil.virtual_memory().available

@@ -12,7 +12,7 @@ from spectrain.infer.request import FinishReason
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
 from spectrain.tests.infer.proposers import NoisyOracle, RecordingProposer, ScriptedProposer
-from spectrain.tests.models import rand_llama, succ_llama
+from spectrain.tests.models import gpt2_tiny, rand_llama, succ_llama
 
 CONFIG = EngineConfig(num_blocks=200, block_size=4, max_batch_tokens=64, max_batch_size=16)
 GREEDY = SamplingParams(max_tokens=64, ignore_eos=True)
@@ -174,6 +174,18 @@ class TestStops:
         statistics = engine.statistics
         # first step emits 11; the second verifies 12 13 14 15, all right, and the stop keeps two
         assert (statistics.num_drafts, statistics.accepted_tokens, statistics.accepted_kept) == (1, 4, 2)
+
+
+def test_drafts_never_run_past_learned_positions():
+    """GPT-2 has no embedding for position 64: one drafted row too many is an index error, not a wrong number."""
+    target = Target.from_model(gpt2_tiny(eos_token_id=None))
+    prompt, params = list(range(3, 50)), SamplingParams(max_tokens=99)
+    _, (plain,) = run(target, NoneProposer(), [prompt], params)
+    assert len(prompt) + len(plain.token_ids) == 64
+    for k in (1, 3, 7):
+        oracle = NoisyOracle([prompt + plain.token_ids + [0] * 8], k, 0.0, target.vocab_size)
+        _, (output,) = run(target, oracle, [prompt], params, num_draft_tokens=k)
+        assert output.token_ids == plain.token_ids
 
 
 def test_invalid_draft_ids_are_never_embedded(target, plain):

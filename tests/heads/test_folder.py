@@ -1,0 +1,110 @@
+"""The head folder: what is written loads to the same head, and what does not belong is named."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from spectrain.heads.base import HeadError, TargetFacts, default_aux_layer_ids
+from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head
+from spectrain.heads.folder import load_head, save_head
+from spectrain.infer.target import Target
+from spectrain.tests.models import rand_llama
+
+
+@pytest.fixture
+def head() -> Eagle3Head:
+    target = Target.from_model(rand_llama())
+    head = Eagle3Head(Eagle3Config.derive(target.facts, {"draft_vocab_size": 40}))
+    head.set_draft_vocab(torch.arange(0, 80, 2))
+    head.initialise(target.tensors(), torch.Generator().manual_seed(0))
+    return head
+
+
+@pytest.fixture
+def folder(head: Eagle3Head, tmp_path: Path) -> Path:
+    save_head(tmp_path / "head", head, {"metrics": {}}, torch.float32)
+    return tmp_path / "head"
+
+
+def test_a_saved_head_loads_bit_for_bit(head: Eagle3Head, folder: Path) -> None:
+    loaded = load_head(folder)
+    assert loaded.head.config == head.config
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(loaded.head.state_dict()[name], tensor), name
+    assert torch.equal(loaded.head.draft_to_target(), torch.arange(0, 80, 2))
+
+
+def test_the_serving_config_says_what_cannot_be_guessed(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4] and config["num_aux_hidden_states"] == 3
+    assert config["norm_before_residual"] is False and config["vocab_size"] == 97 and config["draft_vocab_size"] == 40
+    tensors = load_file(folder / "model.safetensors")
+    assert tensors["d2t"].tolist() == list(range(40))  # offsets: target id = draft id + d2t
+    assert tensors["t2d"].nonzero().flatten().tolist() == list(range(0, 80, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("fc.weight"), "missing fc.weight"),
+        (lambda t: t.update(extra=torch.zeros(1)), "unknown extra"),
+        (lambda t: t.update({"norm.weight": torch.ones(31)}), "norm.weight has shape"),
+        (lambda t: t["fc.weight"].fill_(torch.nan), "fc.weight"),
+    ],
+    ids=["missing", "unknown", "mis-shaped", "never filled"],
+)
+def test_wrong_tensors_are_named(folder: Path, change: Callable, words: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(HeadError, match=words):
+        load_head(folder)
+
+
+def test_a_head_nobody_filled_is_not_written(tmp_path: Path) -> None:
+    config = Eagle3Config.derive(TargetFacts.from_config(rand_llama().config), {})
+    with pytest.raises(HeadError, match="every parameter must be finite"):
+        save_head(tmp_path / "head", Eagle3Head(config), {})
+    assert not (tmp_path / "head").exists()
+
+
+def test_a_foreign_class_is_not_imported(folder: Path) -> None:
+    record = json.loads((folder / "spectrain.json").read_text())
+    record["config_class"] = "os:system"
+    (folder / "spectrain.json").write_text(json.dumps(record))
+    with pytest.raises(HeadError, match="--allow-package os"):
+        load_head(folder)
+
+
+@pytest.mark.parametrize("num_layers", range(3, 40))
+def test_default_layers_are_distinct_ascending_and_below_the_last(num_layers: int) -> None:
+    ids = default_aux_layer_ids(num_layers)
+    assert len(set(ids)) == 3 and list(ids) == sorted(ids) and ids[0] >= 0 and ids[-1] < num_layers
+    if num_layers >= 7:
+        assert ids == (2, num_layers // 2, num_layers - 3)
+
+
+def test_too_shallow_a_target_is_told_which_option_to_set() -> None:
+    with pytest.raises(HeadError, match="--layers"):
+        default_aux_layer_ids(2)
+
+
+def test_parameter_count_of_the_published_head() -> None:
+    """EAGLE-3 for Llama-3.1-8B without embeddings: 424,689,664."""
+    llama = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    )
+    with torch.device("meta"):
+        head = Eagle3Head(Eagle3Config.derive(TargetFacts.from_config(llama), {"draft_vocab_size": 32000}))
+    assert sum(p.numel() for p in head.parameters()) == 424_689_664
