@@ -162,7 +162,7 @@ def test_published_size_of_the_llama_8b_head() -> None:
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
     )
     with torch.device("meta"):
-        head = Eagle3Head(Eagle3Config.derive(facts, {}))
+        head = Eagle3Head(Eagle3Config.derive(facts, {"draft_vocab_size": 32000}))
     assert sum(p.numel() for p in head.parameters()) == 424_689_664
     optimizer = make_optimizer(head, OptimizerSettings())
     assert sum(p.numel() for group in optimizer.param_groups for p in group["params"]) == 424_689_664
