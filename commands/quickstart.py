@@ -9,7 +9,7 @@ import typer
 from .options import Seed
 
 RECIPE = "smollm2_quickstart"
-CONVERSATIONS = Path(__file__).parents[1] / "recipes" / "data" / "quickstart.jsonl.gz"
+CONVERSATIONS = Path(__file__).parents[1] / "recipes" / "data" / "smollm2_self_chat.jsonl.gz"
 MAX_LENGTH = 512
 
 ModelPath = Annotated[str | None, typer.Option("--model", help="A chat model of your own instead of SmolLM2.")]

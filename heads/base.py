@@ -156,26 +156,26 @@ class DraftOutput(NamedTuple):
     feedback: Tensor  # [..., hidden]; the next step's `states`
 
 
-class DraftHead(nn.Module):
+class DraftHead(nn.Module, ABC):
     """A draft network. Parameters are NaN until `initialise` or a strict load fills them."""
 
     config: HeadConfig
 
+    @abstractmethod
     def initialise(self, target: TargetTensors, generator: torch.Generator) -> None:
         """Fills every parameter for training from scratch; the same generator gives the same weights."""
-        raise NotImplementedError
 
+    @abstractmethod
     def embed(self, token_ids: Tensor, target: TargetTensors) -> Tensor:
         """Token embeddings [..., hidden] of target ids [...]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def combine(self, aux_states: Tensor) -> Tensor:
         """Aux states [..., num_layer_ids, target_hidden] to the first step's states [..., hidden]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def output_weight(self, target: TargetTensors) -> Tensor:
         """The matrix [draft_vocab, hidden] that turns `logits_states` into draft logits."""
-        raise NotImplementedError
 
     def draft_to_target(self) -> Tensor | None:
         """Target ids [draft_vocab] int64 of the draft ids; None where the vocabularies are one."""
