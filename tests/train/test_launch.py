@@ -27,6 +27,7 @@ def largest_difference(first: Path, second: Path) -> float:
     return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_and_one_continues_what_two_began(shards: Path, tmp_path: Path) -> None:
     alone, together = tmp_path / "alone", tmp_path / "together"
     run(shards, alone)
