@@ -23,7 +23,6 @@ from torch import Tensor
 
 SHORT_QUERY = 64  # rows of a request up to which its bits do not depend on how many rows there are
 WORKSPACE_BYTES = 256 * 2**20
-UNBROKEN = 2**30  # keys; the piece of a request that is not cut
 
 
 class Pieces(NamedTuple):
@@ -50,7 +49,6 @@ class Tiling(NamedTuple):
 
 
 PIECES = Pieces(4, 256, 512)
-WHOLE = Pieces(1, UNBROKEN, UNBROKEN)
 
 
 def short_tiling(group: int, widest: int, itemsize: int) -> Tiling:
@@ -161,7 +159,7 @@ def paged_attention(
     if max_query_len > SHORT_QUERY:
         tiling = long_tiling(widest, itemsize)
         most = batch * kv_heads * triton.cdiv(max_query_len * group, tiling.block_m)
-        _launch(tensors, (None, None), numbers, strides, (0, 0), shape, tiling, WHOLE, most, SHORT=False)
+        _launch(tensors, (None, None), numbers, strides, (0, 0), shape, tiling, most, SHORT=False)
     return out
 
 
@@ -184,12 +182,12 @@ def _attend_short(
     rows = batch * max_rows * q_heads * pieces
     split = pieces > 1 and tiles < 2 * multiprocessors(q.device) and rows * shape["WIDTH_V"] * 4 <= WORKSPACE_BYTES
     if not split:
-        _launch(tensors, (None, None), numbers, strides, (0, 0), shape, tiling, PIECES, tiles, SHORT=True)
+        _launch(tensors, (None, None), numbers, strides, (0, 0), shape, tiling, tiles, SHORT=True)
         return
     mixed = torch.empty(rows, shape["WIDTH_V"], dtype=torch.float32, device=q.device)
     stats = torch.empty(rows, 2, dtype=torch.float32, device=q.device)
     limits = (max_rows, pieces)
-    _launch(tensors, (mixed, stats), numbers, strides, limits, shape, tiling, PIECES, tiles * pieces, SHORT=True)
+    _launch(tensors, (mixed, stats), numbers, strides, limits, shape, tiling, tiles * pieces, SHORT=True)
     cu_seqlens, seq_lens, sinks = tensors[4], tensors[5], tensors[7]
     _merge_kernel[(max_rows, q_heads, batch)](
         *(mixed, stats, out, cu_seqlens, seq_lens, sinks, q_heads, *limits),
@@ -213,7 +211,6 @@ def _launch(
     limits: tuple[int, int],
     shape: dict[str, int],
     tiling: Tiling,
-    pieces: Pieces,
     most: int,
     SHORT: bool,
 ) -> None:
@@ -225,9 +222,9 @@ def _launch(
         **shape,
         SHORT=SHORT,
         SHORT_QUERY=SHORT_QUERY,
-        COUNT=pieces.count,
-        FIRST=pieces.first,
-        REST=pieces.rest,
+        COUNT=PIECES.count,
+        FIRST=PIECES.first,
+        REST=PIECES.rest,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
         num_warps=tiling.num_warps,
@@ -279,27 +276,23 @@ def _finite(largest):
 
 
 @triton.jit
-def _merge(largest, total, mixed, piece_largest, piece_total, piece_mixed, ROWS: tl.constexpr):
+def _merge(largest, total, mixed, piece_largest, piece_total, piece_mixed):
     """Joins a piece to those before it. The products are fused by hand: a compiler's choice could differ by caller."""
     both = tl.maximum(largest, piece_largest)
     ours, theirs = tl.exp2(largest - _finite(both)), tl.exp2(piece_largest - _finite(both))
     total = tl.fma(total, ours, piece_total * theirs)
-    if ROWS:
-        ours, theirs = ours[:, None], theirs[:, None]
-    mixed = tl.fma(mixed, tl.broadcast_to(ours, mixed.shape), piece_mixed * theirs)
+    mixed = tl.fma(mixed, tl.broadcast_to(ours[:, None], mixed.shape), piece_mixed * theirs[:, None])
     return both, total, mixed
 
 
 @triton.jit
-def _finish(largest, total, mixed, sink, ROWS: tl.constexpr):
+def _finish(largest, total, mixed, sink):
     """The mean of values; `sink` (or minus infinity) is a key without a value."""
     both = tl.maximum(largest, sink)
     shrink = tl.exp2(largest - _finite(both))
     total = tl.fma(total, shrink, tl.exp2(sink - _finite(both)))
     total = tl.where(total == 0.0, 1.0, total)
-    if ROWS:
-        shrink, total = shrink[:, None], total[:, None]
-    return mixed * shrink / total
+    return mixed * shrink[:, None] / total[:, None]
 
 
 @triton.jit
@@ -312,11 +305,14 @@ def _attend_keys(
 ):  # fmt: skip
     """Walks keys begin to end (a multiple of BLOCK_N onwards); without MASKED every row must see all of them."""
     k_lane, tail_lane, v_lane = tl.arange(0, MAIN_K), MAIN_K + tl.arange(0, max(TAIL_K, 16)), tl.arange(0, PADDED_V)
+    last = tl.maximum(last, 0)
+    near = tl.minimum(begin + tl.arange(0, BLOCK_N), last)  # past the end the last key is read again, and not seen
+    block = tl.load(table + near // BLOCK_SIZE)
     for start in range(begin, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
-        near = tl.minimum(key, last)  # past the end the last key is read again, and not seen
-        block = tl.load(table + near // BLOCK_SIZE).to(tl.int64)
-        slot = (block * BLOCK_SIZE + near % BLOCK_SIZE) * kv_heads + kv_head
+        slot = (block.to(tl.int64) * BLOCK_SIZE + near % BLOCK_SIZE) * kv_heads + kv_head
+        near = tl.minimum(key + BLOCK_N, last)
+        block = tl.load(table + near // BLOCK_SIZE)  # a step ahead, so that rows are not waited for twice
         k_rows = k_plane + slot[:, None] * WIDTH_K
         if MAIN_K <= WIDTH_K:
             keys = tl.load(k_rows + k_lane[None, :])
@@ -372,8 +368,8 @@ def _attend_kernel(
     items = tl.where((query_lens <= SHORT_QUERY) == SHORT, items, 0)
     if partial_mixed is not None:
         lens = tl.load(seq_lens + lane, mask=lane < batch, other=1)
-        low = _piece_of(_first_key(tl.maximum(lens - query_lens, 0), WINDOW, CHUNK), COUNT, FIRST, REST)
-        items *= _piece_of(tl.maximum(lens - 1, 0), COUNT, FIRST, REST) - low + 1
+        lowest = _piece_of(_first_key(tl.maximum(lens - query_lens, 0), WINDOW, CHUNK), COUNT, FIRST, REST)
+        items *= _piece_of(tl.maximum(lens - 1, 0), COUNT, FIRST, REST) - lowest + 1
     bounds = tl.cumsum(items, 0)
     num_items = tl.max(bounds, 0)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -394,39 +390,49 @@ def _attend_kernel(
         last = tl.minimum(past + (first_row + BLOCK_M - 1) // GROUP, seq_len - 1)
         begin = _first_key(first, WINDOW, CHUNK)
         piece = _piece_of(_first_key(tl.maximum(past, 0), WINDOW, CHUNK), COUNT, FIRST, REST) + inner // tiles
-        piece_end = piece + 1
-        if partial_mixed is None:
-            piece_end = _piece_of(tl.maximum(last, 0), COUNT, FIRST, REST) + 1
 
         k_lane, tail_lane, v_lane = tl.arange(0, MAIN_K), MAIN_K + tl.arange(0, max(TAIL_K, 16)), tl.arange(0, PADDED_V)
         q_rows = q + (query_start + token)[:, None] * q_row + head[:, None] * q_head
         query = tl.load(q_rows + k_lane[None, :], mask=live[:, None] & (k_lane < WIDTH_K)[None, :], other=0.0)
         query_tail = query
         if TAIL_K > 0:
-            query_tail = tl.load(q_rows + tail_lane[None, :], mask=live[:, None] & (tail_lane < WIDTH_K)[None, :], other=0.0)
+            query_tail = tl.load(
+                q_rows + tail_lane[None, :], mask=live[:, None] & (tail_lane < WIDTH_K)[None, :], other=0.0
+            )
+        table = block_tables + request * table_stride
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         mixed = tl.zeros([BLOCK_M, PADDED_V], tl.float32)
-        for p in range(piece, piece_end):
-            low = tl.maximum(begin, _piece_start(p, COUNT, FIRST, REST)) // BLOCK_N * BLOCK_N
-            high = tl.minimum(last + 1, _piece_start(p + 1, COUNT, FIRST, REST))
-            part_largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            part_total = tl.zeros([BLOCK_M], tl.float32)
-            part_mixed = tl.zeros([BLOCK_M, PADDED_V], tl.float32)
-            if not SHORT and WINDOW == 0 and CHUNK == 0:
+        if SHORT and partial_mixed is None:
+            for p in range(piece, _piece_of(tl.maximum(last, 0), COUNT, FIRST, REST) + 1):
+                start = tl.maximum(begin, _piece_start(p, COUNT, FIRST, REST)) // BLOCK_N * BLOCK_N
+                end = tl.minimum(last + 1, _piece_start(p + 1, COUNT, FIRST, REST))
+                piece_largest, piece_total, piece_mixed = _attend_keys(
+                    query, query_tail, tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
+                    tl.zeros([BLOCK_M, PADDED_V], tl.float32), position, start, end, last,
+                    k_plane, v_plane, table, kv_head, kv_heads, scale, softcap,
+                    True, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WIDTH_K, WIDTH_V, MAIN_K, TAIL_K, PADDED_V, BLOCK_N,
+                )  # fmt: skip
+                largest, total, mixed = _merge(largest, total, mixed, piece_largest, piece_total, piece_mixed)
+        else:
+            start = begin // BLOCK_N * BLOCK_N
+            end = last + 1
+            if SHORT:
+                start = tl.maximum(start, _piece_start(piece, COUNT, FIRST, REST))
+                end = tl.minimum(end, _piece_start(piece + 1, COUNT, FIRST, REST))
+            elif WINDOW == 0 and CHUNK == 0:
                 full = (first + 1) // BLOCK_N * BLOCK_N
-                part_largest, part_total, part_mixed = _attend_keys(
-                    query, query_tail, part_largest, part_total, part_mixed, position, low, full, last,
-                    k_plane, v_plane, block_tables + request * table_stride, kv_head, kv_heads, scale, softcap,
+                largest, total, mixed = _attend_keys(
+                    query, query_tail, largest, total, mixed, position, start, full, last,
+                    k_plane, v_plane, table, kv_head, kv_heads, scale, softcap,
                     False, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WIDTH_K, WIDTH_V, MAIN_K, TAIL_K, PADDED_V, BLOCK_N,
                 )  # fmt: skip
-                low = full
-            part_largest, part_total, part_mixed = _attend_keys(
-                query, query_tail, part_largest, part_total, part_mixed, position, low, high, last,
-                k_plane, v_plane, block_tables + request * table_stride, kv_head, kv_heads, scale, softcap,
+                start = full
+            largest, total, mixed = _attend_keys(
+                query, query_tail, largest, total, mixed, position, start, end, last,
+                k_plane, v_plane, table, kv_head, kv_heads, scale, softcap,
                 True, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WIDTH_K, WIDTH_V, MAIN_K, TAIL_K, PADDED_V, BLOCK_N,
             )  # fmt: skip
-            largest, total, mixed = _merge(largest, total, mixed, part_largest, part_total, part_mixed, True)
 
         lane_mask = live[:, None] & (v_lane < WIDTH_V)[None, :]
         if partial_mixed is not None:
@@ -438,7 +444,7 @@ def _attend_kernel(
             sink = tl.full([BLOCK_M], float("-inf"), tl.float32)
             if sinks is not None:
                 sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
-            mean = _finish(largest, total, mixed, sink, True).to(out.dtype.element_ty)
+            mean = _finish(largest, total, mixed, sink).to(out.dtype.element_ty)
             row = (query_start + token) * q_heads + head
             tl.store(out + row[:, None] * WIDTH_V + v_lane[None, :], mean, mask=lane_mask)
 
@@ -473,10 +479,10 @@ def _merge_kernel(
             lane_mask = there[:, None] & (v_lane < WIDTH_V)[None, :]
             part_rows = partial_mixed + (row + piece)[:, None] * WIDTH_V
             part_mixed = tl.load(part_rows + v_lane[None, :], mask=lane_mask, other=0.0)
-            largest, total, mixed = _merge(largest, total, mixed, part_largest, part_total, part_mixed, True)
+            largest, total, mixed = _merge(largest, total, mixed, part_largest, part_total, part_mixed)
     sink = tl.full([1], float("-inf"), tl.float32)
     if sinks is not None:
         sink = tl.load(sinks + head + one).to(tl.float32) * 1.4426950408889634
-    mean = _finish(largest, total, mixed, sink, True).to(out.dtype.element_ty)
+    mean = _finish(largest, total, mixed, sink).to(out.dtype.element_ty)
     row = (query_start + token) * q_heads + head
     tl.store(out + row * WIDTH_V + v_lane[None, :], mean, mask=(v_lane < WIDTH_V)[None, :])
