@@ -23,6 +23,7 @@ from .attention_kernels import attend_kernel, merge_kernel, store_kernel
 
 SHORT_QUERY = 64  # rows of a request up to which its bits do not depend on how many rows there are
 WORKSPACE_BYTES = 256 * 2**20
+AHEAD = 8  # pieces that the merge reads at a time
 FILLING = 2  # programs a multiprocessor that need no help
 
 
@@ -200,7 +201,7 @@ def _attend_short(call: _Call, max_rows: int, max_seq_len: int) -> None:
     merge_kernel[(max_rows, q_heads, batch)](
         *(mixed, stats, call.out, call.cu_seqlens, call.seq_lens, call.sinks, q_heads, max_rows, pieces),
         **call.pieces(),
-        AHEAD=8,
+        AHEAD=AHEAD,
         num_warps=4 if width_v >= 128 else 1,
     )
 

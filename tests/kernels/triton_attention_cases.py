@@ -80,6 +80,7 @@ def set_mode(monkeypatch: pytest.MonkeyPatch, mode: str, first: int = 32, rest: 
     """Short pieces, long queries from 13 rows on, and one program a request (`whole`) or a piece (`split`)."""
     monkeypatch.setattr(attention, "PIECES", attention.Pieces(2, first, rest))
     monkeypatch.setattr(attention, "SHORT_QUERY", 12)
+    monkeypatch.setattr(attention, "AHEAD", 2)
     monkeypatch.setattr(attention, "FILLING", 0 if mode == "whole" else 10**6)
 
 
@@ -92,7 +93,7 @@ def test_equals_twin(
     options: dict, heads: tuple[int, int], widths: tuple[int, int], mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_mode(monkeypatch, mode)
-    pages = Pages([1, 0, 9, 20, 1], [135, 0, 67, 40, 1], heads, widths)
+    pages = Pages([1, 0, 5, 20, 1], [135, 0, 67, 40, 1], heads, widths)
     found, expected = pages.attend(**options), pages.attend(reference, **options)
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
 
@@ -117,15 +118,17 @@ def test_equals_twin_over_serving_widths(
 @pytest.mark.parametrize("options", OPTIONS)
 def test_bits_of_a_row_depend_on_its_request_alone(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     serving = DEVICE == "cuda"
-    heads, widths = ((32, 8), (128, 128)) if serving else ((4, 2), (16, 16))
+    heads, widths = ((32, 8), (128, 128)) if serving else ((2, 1), (16, 16))
     dtype = torch.bfloat16 if serving else torch.float32
-    pages = Pages([6, 1, 20, 0], [100, 131, 33, 0], heads, widths, dtype)
+    query_lens, seq_lens = ([6, 1, 20, 0], [100, 131, 33, 0]) if serving else ([3, 1, 13, 0], [100, 67, 14, 0])
+    first = query_lens[0]
+    pages = Pages(query_lens, seq_lens, heads, widths, dtype)
     rows = {}
     for mode in ("whole", "split"):
         set_mode(monkeypatch, mode, *((64, 128) if serving else (32, 64)))
-        rows[mode, "batch"] = pages.attend(**options)[:7]
-        alone = [pages.attend_alone(row, 0, 95 + row, **options) for row in range(6)]
-        rows[mode, "alone"] = torch.stack([*alone, pages.attend_alone(6, 1, 131, **options)])
+        rows[mode, "batch"] = pages.attend(**options)[: first + 1]
+        alone = [pages.attend_alone(row, 0, 101 - first + row, **options) for row in range(first)]
+        rows[mode, "alone"] = torch.stack([*alone, pages.attend_alone(first, 1, seq_lens[1], **options)])
     assert rows["whole", "batch"].isfinite().all()
     for name, found in rows.items():
         assert torch.equal(found, rows["whole", "batch"]), name
@@ -140,7 +143,7 @@ def test_bits_do_not_depend_on_the_bound_on_lengths(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("mode", ["whole", "split"])
 def test_rows_without_keys_or_request_disturb_nobody(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     set_mode(monkeypatch, mode)
-    pages = Pages([0, 3, 0, 2, 1], [0, 70, 0, 40, 0])
+    pages = Pages([0, 3, 0, 2, 1], [0, 70, 0, 40, 0], (2, 1))
     expected = pages.attend()
     assert expected[:5].isfinite().all() and (expected[5] == 0).all()
     pages.q = torch.cat([pages.q, torch.full_like(pages.q[:4], math.nan)])
@@ -149,7 +152,7 @@ def test_rows_without_keys_or_request_disturb_nobody(mode: str, monkeypatch: pyt
 
 def test_more_requests_than_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     set_mode(monkeypatch, "split")
-    pages = Pages([1, *[0] * 260, 1], [40, *[0] * 260, 33])
+    pages = Pages([1, *[0] * 260, 1], [40, *[0] * 260, 33], (1, 1))
     torch.testing.assert_close(pages.attend(), pages.attend(reference), atol=2e-6, rtol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""The rejection kernels against their PyTorch twins. Run compiled on a GPU, else in the interpreter by `test_triton.py`."""
+"""The rejection kernels against their PyTorch twins; compiled on a GPU, else interpreted by `test_triton.py`."""
 
 import math
 
