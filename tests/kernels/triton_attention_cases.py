@@ -14,12 +14,14 @@ from spectrain.kernels import attention, reference
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poison_outputs")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-OPTIONS = [
-    pytest.param({}, id="causal"),
-    pytest.param({"window": 7}, id="window"),
-    pytest.param({"chunk": 50, "softcap": 2.0}, id="chunk-softcap"),
-    pytest.param({"sinks": True, "window": 45}, id="sinks"),
-]
+OPTIONS = {
+    "causal": {},
+    "window": {"window": 7},
+    "chunk-softcap": {"chunk": 50, "softcap": 2.0},
+    "sinks": {"sinks": True, "window": 45},
+}
+WIDE = [(64, 64), (192, 128), (256, 256), (576, 512)]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Pages:
@@ -85,38 +87,54 @@ def set_mode(monkeypatch: pytest.MonkeyPatch, mode: str, first: int = 32, rest: 
 
 
 @pytest.mark.parametrize("mode", ["whole", "split"])
-@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(
-    ("heads", "widths"), [((4, 2), (16, 16)), ((3, 1), (24, 12)), ((2, 2), (40, 64))], ids=["gqa", "mqa", "mha"]
+    ("heads", "widths", "name"),
+    [
+        *(((4, 2), (16, 16), name) for name in OPTIONS),
+        ((3, 1), (24, 12), "causal"),
+        ((2, 2), (40, 64), "sinks"),
+        ((5, 1), (8, 17), "window"),
+    ],
+    ids=str,
 )
 def test_equals_twin(
-    options: dict, heads: tuple[int, int], widths: tuple[int, int], mode: str, monkeypatch: pytest.MonkeyPatch
+    heads: tuple[int, int], widths: tuple[int, int], name: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_mode(monkeypatch, mode)
     pages = Pages([1, 0, 5, 20, 1], [135, 0, 67, 40, 1], heads, widths)
-    found, expected = pages.attend(**options), pages.attend(reference, **options)
+    found, expected = pages.attend(**OPTIONS[name]), pages.attend(reference, **OPTIONS[name])
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's bfloat16 products are wrong")
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("mode", ["whole", "split"])
-@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128), (256, 256), (576, 512)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("widths", "dtype", "name"),
+    [
+        *(((128, 128), BF16, name) for name in OPTIONS),
+        *((widths, BF16, "causal") for widths in WIDE),
+        *(((128, 128), dtype, "causal") for dtype in (FP16, FP32)),
+        ((576, 512), FP32, "causal"),
+    ],
+    ids=str,
+)
 def test_equals_twin_over_serving_widths(
-    widths: tuple[int, int], dtype: torch.dtype, mode: str, options: dict, monkeypatch: pytest.MonkeyPatch
+    widths: tuple[int, int], dtype: torch.dtype, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "FILLING", 0 if mode == "whole" else 10**6)
     pages = Pages([1, 300, 6, 1], [2100, 300, 1129, 1], (8, 2), widths, dtype, block_size=16)
-    found = pages.attend(max_seq_len=4096, **options)
+    found = {}
+    for filling in (0, 10**6):
+        monkeypatch.setattr(attention, "FILLING", filling)
+        found[filling] = pages.attend(max_seq_len=4096, **OPTIONS[name])
+    assert torch.equal(found[0], found[10**6])
     pages.q, pages.k, pages.v = pages.q.double(), pages.k.double(), pages.v.double()
-    expected = pages.attend(reference, max_seq_len=4096, **options)
-    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
+    expected = pages.attend(reference, max_seq_len=4096, **OPTIONS[name])
+    tolerance = 2e-5 if dtype == FP32 else 2e-2
+    torch.testing.assert_close(found[0].double(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_bits_of_a_row_depend_on_its_request_alone(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", OPTIONS)
+def test_bits_of_a_row_depend_on_its_request_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = OPTIONS[name]
     serving = DEVICE == "cuda"
     heads, widths = ((32, 8), (128, 128)) if serving else ((2, 1), (16, 16))
     dtype = torch.bfloat16 if serving else torch.float32
@@ -130,8 +148,8 @@ def test_bits_of_a_row_depend_on_its_request_alone(options: dict, monkeypatch: p
         alone = [pages.attend_alone(row, 0, 101 - first + row, **options) for row in range(first)]
         rows[mode, "alone"] = torch.stack([*alone, pages.attend_alone(first, 1, seq_lens[1], **options)])
     assert rows["whole", "batch"].isfinite().all()
-    for name, found in rows.items():
-        assert torch.equal(found, rows["whole", "batch"]), name
+    for where, found in rows.items():
+        assert torch.equal(found, rows["whole", "batch"]), where
 
 
 def test_bits_do_not_depend_on_the_bound_on_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
