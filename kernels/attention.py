@@ -57,7 +57,7 @@ def short_tiling(group: int, widest: int, itemsize: int) -> Tiling:
     """The tiling of short queries: a function of the model alone, never of a batch, so that bits are."""
     block_m = min(max(16, triton.next_power_of_2(8 * group)), 32)
     if widest <= 128 and itemsize <= 2:
-        return Tiling(block_m, 64, 4, 4, 3)
+        return Tiling(block_m, 64, 4, 4, 2)
     return Tiling(min(block_m, 32 if widest <= 256 else 16), 32 if widest <= 256 else 16, 4, 2, 2)
 
 
@@ -202,7 +202,7 @@ def _attend_short(call: _Call, max_rows: int, max_seq_len: int) -> None:
         *(mixed, stats, call.out, call.cu_seqlens, call.seq_lens, call.sinks, q_heads, max_rows, pieces),
         **call.pieces(),
         AHEAD=AHEAD,
-        num_warps=4 if width_v >= 128 else 1,
+        num_warps=1 if width_v <= 128 else 4,
     )
 
 

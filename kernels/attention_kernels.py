@@ -252,14 +252,17 @@ def merge_kernel(
     total = tl.zeros([1], tl.float32)
     mixed = tl.zeros([1, PADDED_V], tl.float32)
     for begin in range(low, high, AHEAD):
-        for ahead in tl.static_range(AHEAD):
+        parts = ()
+        for ahead in tl.static_range(AHEAD):  # all loads before the first use, which they would else wait for in turn
             piece = begin + ahead + one
             there = piece < high
             part_largest = tl.load(partial_stats + (row + piece) * 2, mask=there, other=float("-inf"))
             part_total = tl.load(partial_stats + (row + piece) * 2 + 1, mask=there, other=0.0)
-            lane_mask = there[:, None] & (v_lane < WIDTH_V)[None, :]
-            part_rows = partial_mixed + (row + piece)[:, None] * WIDTH_V
-            part_mixed = tl.load(part_rows + v_lane[None, :], mask=lane_mask, other=0.0)
+            part_rows = partial_mixed + (row + piece)[:, None] * WIDTH_V + v_lane[None, :]
+            part_mixed = tl.load(part_rows, mask=there[:, None] & (v_lane < WIDTH_V)[None, :], other=0.0)
+            parts = parts + (part_largest, part_total, part_mixed)
+        for ahead in tl.static_range(AHEAD):
+            part_largest, part_total, part_mixed = parts[3 * ahead], parts[3 * ahead + 1], parts[3 * ahead + 2]
             largest, total, mixed = _merge(largest, total, mixed, part_largest, part_total, part_mixed)
     sink = tl.full([1], float("-inf"), tl.float32)
     if sinks is not None:
