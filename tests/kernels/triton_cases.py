@@ -1,32 +1,17 @@
-"""Triton kernels against their PyTorch twins. Run compiled on a GPU, or in Triton's interpreter by `test_triton.py`."""
+"""The rejection kernels against their PyTorch twins; compiled on a GPU, else interpreted by `test_triton.py`."""
 
 import math
 
 import pytest
 import torch
-from torch import Tensor
 
-from spectrain.kernels import attention, reference, rejection
+from spectrain.kernels import reference, rejection
 from spectrain.kernels.records import RejectionInputs, Stream
 
 # The interpreter computes with numpy, which warns where a GPU just gives NaN.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poison_outputs")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCABULARIES = [1037, 32_000, 151_936] if DEVICE == "cuda" else [1037]
-
-
-@pytest.fixture(autouse=True)
-def poison_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that a kernel forgets to write must show: NaN for floats, -7 for integers, True for flags."""
-    empty = torch.empty
-
-    def poisoned(*shape: int, **options: torch.dtype) -> Tensor:
-        tensor = empty(*shape, **options)
-        if tensor.dtype == torch.bool:
-            return tensor.fill_(True)
-        return tensor.fill_(math.nan if tensor.is_floating_point() else -7)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def random_inputs(
@@ -133,88 +118,3 @@ def test_sample_equals_twin(stream: Stream) -> None:
     inputs = random_inputs([0] * 7, 2051, seed=11)
     arguments = (inputs.target_logits, inputs.temperature, inputs.seeds, inputs.positions, stream)
     assert torch.equal(rejection.sample(*arguments), reference.sample(*arguments))
-
-
-class Pages:
-    """Random planes, shuffled block tables and packed queries."""
-
-    def __init__(
-        self,
-        query_lens: list[int],
-        seq_lens: list[int],
-        heads: tuple[int, int],
-        widths: tuple[int, int],
-        dtype: torch.dtype,
-    ) -> None:
-        generator = torch.Generator().manual_seed(sum(seq_lens))
-        block_size = 5
-        blocks = [-(-n // block_size) for n in seq_lens]
-        order = torch.randperm(sum(blocks), generator=generator) + 1
-        tables = torch.zeros(len(seq_lens), max(blocks), dtype=torch.int32)
-        for b, (taken, end) in enumerate(zip(blocks, torch.tensor(blocks).cumsum(0).tolist(), strict=True)):
-            tables[b, :taken] = order[end - taken : end]
-        shape = (sum(blocks) + 1, block_size, heads[1])
-
-        def normal(*size: int) -> Tensor:
-            return torch.randn(*size, generator=generator).to(DEVICE, dtype)
-
-        self.q = normal(sum(query_lens), heads[0], widths[0])
-        self.k, self.v = normal(*shape, widths[0]), normal(*shape, widths[1])
-        self.sinks = normal(heads[0])
-        cu = torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32)
-        self.where = (cu.to(DEVICE), torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), tables.to(DEVICE))
-        self.sizes = {"max_query_len": max(query_lens), "max_seq_len": max(seq_lens), "scale": widths[0] ** -0.5}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="causal"),
-        pytest.param({"window": 7}, id="window"),
-        pytest.param({"chunk": 6, "softcap": 2.0}, id="chunk-softcap"),
-        pytest.param({"sinks": True, "window": 9}, id="sinks"),
-    ],
-)
-@pytest.mark.parametrize(
-    ("heads", "widths"), [((4, 2), (16, 16)), ((3, 1), (24, 12)), ((2, 2), (40, 64))], ids=["gqa", "mqa", "mha"]
-)
-def test_paged_attention_equals_twin(options: dict, heads: tuple[int, int], widths: tuple[int, int]) -> None:
-    pages = Pages([1, 9, 3, 1], [33, 9, 12, 1], heads, widths, torch.float32)
-    options = options | ({"sinks": pages.sinks} if options.get("sinks") else {})
-    found = attention.paged_attention(pages.q, pages.k, pages.v, *pages.where, **pages.sizes, **options)
-    expected = reference.paged_attention(pages.q, pages.k, pages.v, *pages.where, **pages.sizes, **options)
-    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's bfloat16 products are wrong")
-@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128), (256, 256), (576, 512)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_paged_attention_over_serving_widths(widths: tuple[int, int], dtype: torch.dtype) -> None:
-    pages = Pages([1, 300, 5, 1], [700, 300, 129, 1], (8, 2), widths, dtype)
-    found = attention.paged_attention(pages.q, pages.k, pages.v, *pages.where, **pages.sizes)
-    wide = (pages.q.double(), pages.k.double(), pages.v.double())
-    expected = reference.paged_attention(*wide, *pages.where, **pages.sizes)
-    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
-
-
-def test_keys_beyond_a_request_are_not_read() -> None:
-    pages = Pages([1, 2], [6, 11], (2, 1), (16, 16), torch.float32)
-    expected = attention.paged_attention(pages.q, pages.k, pages.v, *pages.where, **pages.sizes)
-    for plane in (pages.k, pages.v):
-        plane[0] = math.nan
-        for b, seq_len in enumerate((6, 11)):
-            plane[pages.where[2][b, seq_len // 5].long(), seq_len % 5 :] = math.nan
-    found = attention.paged_attention(pages.q, pages.k, pages.v, *pages.where, **pages.sizes)
-    torch.testing.assert_close(found, expected, atol=0, rtol=0)
-
-
-def test_store_kv_equals_twin() -> None:
-    generator = torch.Generator().manual_seed(0)
-    k, v = torch.randn(7, 3, 20, generator=generator), torch.randn(7, 3, 11, generator=generator)
-    slots = torch.tensor([3, 0, 19, 8, 7, 12, 5])
-    planes = [(torch.zeros(4, 5, 3, 20).to(DEVICE), torch.zeros(4, 5, 3, 11).to(DEVICE)) for _ in range(2)]
-    attention.store_kv(k.to(DEVICE), v.to(DEVICE), *planes[0], slots.to(DEVICE))
-    reference.store_kv(k.to(DEVICE), v.to(DEVICE), *planes[1], slots.to(DEVICE))
-    for ours, theirs in zip(*planes, strict=True):
-        assert torch.equal(ours, theirs)
