@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.records import law_columns
 from .batch import PackedBatch
 from .planes import BlockPool
 from .proposers.base import Drafts, DraftStep, ObservedRows, Proposer
@@ -138,7 +139,10 @@ class Runner:
         law, token_map = self._gather_laws([r.draft_law for r in requests], draft_ids.shape[1])
         output = verify_drafts(
             process_logits(logits, settings),
-            Drafts(self._to_device(draft_ids), num_drafts, law, token_map),
+            self._to_device(draft_ids),
+            self._to_device(np.cumsum([0, *(n + 1 for n in num_drafts)]), torch.int32),
+            draft_log_probs=law,
+            law_columns=None if token_map is None else law_columns(token_map, logits.shape[1]),
             positions=self._to_device(np.asarray([len(r.token_ids) for r in requests])),
             temperature=torch.tensor([p.temperature for p in params], device=logits.device),
             seeds=self._to_device(np.asarray([r.seed for r in requests])),

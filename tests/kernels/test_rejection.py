@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spectrain.kernels import dispatch
 from spectrain.kernels.noise import gumbels, noise_keys, uniforms
-from spectrain.kernels.records import RejectionInputs, RejectionOutputs, Stream
+from spectrain.kernels.records import RejectionInputs, RejectionOutputs, Stream, law_columns
 
 
 def softmax(logits: Sequence[float]) -> list[float]:
@@ -80,19 +80,20 @@ def emitted(out: RejectionOutputs) -> list[list[int]]:
 
 def by_naive_loop(inputs: RejectionInputs) -> Iterator[list[int]]:
     vocab = inputs.target_logits.shape[1]
-    token_map = list(range(vocab)) if inputs.token_map is None else inputs.token_map.tolist()
+    columns = list(range(vocab)) if inputs.law_columns is None else inputs.law_columns.tolist()
     for b, (start, end) in enumerate(zip(inputs.cu_rows[:-1].tolist(), inputs.cu_rows[1:].tolist(), strict=True)):
         positions = inputs.positions[b] + torch.arange(end - start)
         seeds = inputs.seeds[b].expand(end - start)
         laws = None
         if inputs.draft_log_probs is not None:
-            laws = [dict(zip(token_map, row, strict=True)) for row in inputs.draft_log_probs[b].exp().tolist()]
+            rows = inputs.draft_log_probs[b].exp().tolist()
+            laws = [{token: row[column] for token, column in enumerate(columns) if column >= 0} for row in rows]
         yield verify_one(
             inputs.target_logits[start:end].tolist(),
             inputs.draft_token_ids[b, : end - start - 1].tolist(),
             float(inputs.temperature[b]) == 0,
             uniforms(noise_keys(seeds, positions, Stream.ACCEPT), torch.tensor(0)).log().tolist(),
-            gumbels(noise_keys(seeds, positions, Stream.RECOVER), vocab).tolist(),
+            gumbels(noise_keys(seeds, positions, Stream.RECOVER)[:, None], torch.arange(vocab)).tolist(),
             laws,
         )
 
@@ -114,7 +115,7 @@ def test_equals_the_naive_loop(
         width = data.draw(st.integers(1, vocab))
         token_map = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[:width].sort().values
         log_probs = torch.randn(*inputs.draft_token_ids.shape, width, generator=torch.Generator().manual_seed(seed))
-        inputs = inputs._replace(draft_log_probs=log_probs.log_softmax(-1), token_map=token_map)
+        inputs = inputs._replace(draft_log_probs=log_probs.log_softmax(-1), law_columns=law_columns(token_map, vocab))
     temperature = torch.tensor(
         data.draw(st.lists(st.sampled_from([0.0, 1.0]), min_size=len(lengths), max_size=len(lengths)))
     )
@@ -223,8 +224,8 @@ def test_shapes_are_checked() -> None:
     for broken in (
         inputs._replace(cu_rows=inputs.cu_rows[:-1]),
         inputs._replace(seeds=inputs.seeds[:1]),
-        inputs._replace(token_map=torch.arange(3)),
-        inputs._replace(draft_log_probs=None, token_map=torch.arange(6)),
+        inputs._replace(law_columns=torch.arange(3, dtype=torch.int32)),
+        inputs._replace(draft_log_probs=None, law_columns=torch.arange(6, dtype=torch.int32)),
     ):
         with pytest.raises(ValueError, match="must be|pass both"):
             dispatch.verify(broken)
@@ -270,7 +271,10 @@ def test_noise_is_uniform_and_streams_are_uncorrelated() -> None:
 
 def test_gumbel_tail_is_not_cut() -> None:
     """Rare tokens of a large vocabulary win by noise near 16.6, where uniforms of 24 bits would end and often tie."""
-    noise = gumbels(noise_keys(torch.arange(200), torch.zeros(200, dtype=torch.int64), Stream.RECOVER), 100_000)
+    noise = gumbels(
+        noise_keys(torch.arange(200), torch.zeros(200, dtype=torch.int64), Stream.RECOVER)[:, None],
+        torch.arange(100_000),
+    )
     assert torch.isfinite(noise).all()
     assert float(noise.mean()) == pytest.approx(0.577216, abs=1e-3)
     largest = noise.max(dim=1).values - math.log(100_000)  # again standard Gumbel

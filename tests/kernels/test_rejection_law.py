@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spectrain.kernels import reference
-from spectrain.kernels.records import RejectionInputs, RejectionOutputs, Stream
+from spectrain.kernels.records import RejectionInputs, RejectionOutputs, Stream, law_columns
 
 P, Q = torch.tensor([0.6, 0.2, 0.1, 0.1]), torch.tensor([0.7, 0.2, 0.05, 0.05])
 MARKOV = torch.tensor([[0.80, 0.15, 0.05], [0.10, 0.70, 0.20], [0.25, 0.25, 0.50]])
@@ -231,7 +231,7 @@ def test_reduced_draft_vocabulary(spare_column: bool) -> None:
             temperature=ones,
             seeds=seeds,
             draft_log_probs=q.log().expand(n, 1, 3),
-            token_map=token_map,
+            law_columns=law_columns(token_map, 6),
         )
     )
     value = p_value(torch.bincount(out.token_ids[:, 0], minlength=6), p)

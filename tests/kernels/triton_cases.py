@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.kernels import attention, reference, rejection
-from spectrain.kernels.records import RejectionInputs, Stream
+from spectrain.kernels import attention, reference, rejection, sampling
+from spectrain.kernels.records import RejectionInputs, Stream, law_columns
 
 # The interpreter computes with numpy, which warns where a GPU just gives NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -45,12 +45,12 @@ def random_inputs(
     drafts = torch.where(wrong & (drafts >= 0), torch.randint(0, vocab, drafts.shape, generator=generator), drafts)
     if k:
         drafts[-1, lengths[-1] - 1] = -1
-    log_probs, token_map = None, None
+    log_probs, columns = None, None
     if law != "point" and k:
         width = vocab
         if law == "reduced":
             width = vocab // 2
-            token_map = torch.randperm(vocab, generator=generator)[:width].sort().values
+            columns = law_columns(torch.randperm(vocab, generator=generator)[:width].sort().values, vocab)
         log_probs = torch.randn(batch, k, width, generator=generator).log_softmax(dim=-1)
     temperatures = torch.tensor([(0.0, 1.0, 0.7)[b % 3] if temperature is None else temperature for b in range(batch)])
     tensors = (
@@ -61,7 +61,7 @@ def random_inputs(
         temperatures,
         torch.randint(-(2**62), 2**62, (batch,), generator=generator),
         log_probs,
-        token_map,
+        columns,
     )
     return RejectionInputs(*(None if t is None else t.to(DEVICE) for t in tensors))
 
@@ -132,7 +132,7 @@ def test_degenerate_residual_falls_back_to_target() -> None:
 def test_sample_equals_twin(stream: Stream) -> None:
     inputs = random_inputs([0] * 7, 2051, seed=11)
     arguments = (inputs.target_logits, inputs.temperature, inputs.seeds, inputs.positions, stream)
-    assert torch.equal(rejection.sample(*arguments), reference.sample(*arguments))
+    assert torch.equal(sampling.sample(*arguments), reference.sample(*arguments))
 
 
 class Pages:
