@@ -180,8 +180,8 @@ def _weight_kernel(
         uniform(noise_key(tl.load(seeds + request), tl.load(positions + request) + steps, _ACCEPT), steps * 0, False)
     )
     kept = (steps < length) & ((log_weight == 0.0) | ((steps == length - 1) & (log_u < log_weight)))
-    doubtful = (steps < length - 1) & (steps > tl.max(tl.where(kept, steps, -1), 0)) & (log_u < log_weight)
-    doubtful = tl.where(tl.load(temperature + request) == 0.0, False, doubtful)
+    num_open = tl.where(tl.load(temperature + request) == 0.0, 0, length - 1)
+    doubtful = (steps < num_open) & (steps > tl.max(tl.where(kept, steps, -1), 0)) & (log_u < log_weight)
     # this step's weight goes with the next step's row
     next_lse, _, next_bad = _row_stats(
         maximum, total, top, rows + 1, steps + 1 <= num_drafts, num_blocks, V, NUM_BLOCKS
@@ -249,7 +249,7 @@ def _rejection_kernel(
         kept = tl.where(steps == length - 1, tl.log(u) < log_weight, kept | (log_weight == 0.0))
         longest = tl.max(tl.where(kept & (steps < length), steps + 1, 0), 0)
         last = tl.where(greedy, last, longest)
-        needed = (steps == last) | tl.where(greedy, False, steps < length)
+        needed = (steps == last) | (steps < tl.where(greedy, 0, length))
 
     fails = tl.max((unusable & needed).to(tl.int32), 0) > 0
     num_kept = tl.where(fails, 0, last + 1)
