@@ -49,6 +49,8 @@ class RejectionInputs(NamedTuple):
 
     def check_shapes(self) -> None:
         """Raises ValueError when the fields do not belong together; reads no values, so nothing waits for a GPU."""
+        if self.target_logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"target_logits must be float32, bfloat16 or float16, found {self.target_logits.dtype}")
         batch, k = self.draft_token_ids.shape
         vocab = self.target_logits.shape[1]
         expected: dict[str, tuple[Tensor, tuple[int, ...]]] = {

@@ -151,7 +151,7 @@ def _draft_log_probs(
 
 def _block_weights(ratio: Tensor) -> Tensor:
     """log P [batch, k + 1] of ratios log p - log q [batch, k]."""
-    weights = [torch.zeros_like(ratio[:, 0])]
+    weights = [ratio.new_zeros(ratio.shape[0])]
     for column in ratio.unbind(dim=1):
         weights.append((weights[-1] + column).clamp(max=0))
     return torch.stack(weights, dim=1)

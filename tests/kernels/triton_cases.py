@@ -70,7 +70,7 @@ def random_inputs(
         log_probs,
         columns,
     )
-    rates = torch.rand(k, generator=generator).to(DEVICE) if mode is VerifyMode.SYNTHETIC else None
+    rates = (0.5 + 0.5 * torch.rand(k, generator=generator)).to(DEVICE) if mode is VerifyMode.SYNTHETIC else None
     return RejectionInputs(*(None if t is None else t.to(DEVICE) for t in tensors), mode=mode, rates=rates)
 
 
@@ -91,7 +91,7 @@ def set_block(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 @pytest.mark.parametrize("law", ["point", "full", "reduced"])
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_verify_equals_twin(vocab: int, law: str, mode: VerifyMode, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_block(monkeypatch, 4096 if DEVICE == "cuda" else 256)
+    set_block(monkeypatch, 4096 if DEVICE == "cuda" else 512)
     inputs = random_inputs([3, 1, 4, 0, 2, 4, 4], vocab, seed=1, law=law, mode=mode)
     assert_equal_to_twin(inputs)
     assert len(set(rejection.verify(inputs).num_emitted.tolist())) > 1
@@ -118,16 +118,18 @@ def test_half_precision_logits_count_as_what_they_are_in_float32(dtype: torch.dt
     assert torch.equal(rejection.verify(inputs).token_ids, wide.token_ids)
 
 
-@pytest.mark.parametrize("mode", list(VerifyMode))
-@pytest.mark.parametrize("law", ["point", "full"])
+@pytest.mark.parametrize(
+    ("law", "mode"),
+    [("point", STANDARD), ("full", STANDARD), ("full", VerifyMode.BLOCK), ("point", VerifyMode.SYNTHETIC)],
+)
 def test_tokens_do_not_depend_on_the_batch(law: str, mode: VerifyMode, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit under permutation, padding requests of one garbage row, rows that belong to nobody and a wider k."""
-    set_block(monkeypatch, 4096 if DEVICE == "cuda" else 256)
+    set_block(monkeypatch, 4096 if DEVICE == "cuda" else 512)
     lengths = [3, 0, 2, 3]
     inputs = random_inputs(lengths, VOCABULARIES[-1], seed=4, law=law, temperature=1.0, mode=mode)
     expected = rejection.verify(inputs).token_ids
     generator = torch.Generator().manual_seed(0)
-    for padding in (0, 1, 3):
+    for padding in (0, 3):
         order = torch.randperm(len(lengths), generator=generator).tolist()
         mixed = recompose(inputs, order, padding, wider=padding)
         found = rejection.verify(mixed).token_ids
