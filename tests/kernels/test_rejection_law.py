@@ -234,8 +234,9 @@ def test_leviathan_closed_form() -> None:
     assert lengths.mean() == pytest.approx(3.3616, abs=4 * float(lengths.std()) / math.sqrt(n))
 
 
-def test_draft_equal_to_target_is_always_accepted() -> None:
-    out = draw_chain(constant(P), constant(P), torch.zeros(2_000, dtype=torch.int64), 3, "law")
+@pytest.mark.parametrize("mode", ["law", "block"])
+def test_draft_equal_to_target_is_always_accepted(mode: str) -> None:
+    out = draw_chain(constant(P), constant(P), torch.zeros(2_000, dtype=torch.int64), 3, mode)
     assert (out.num_emitted == 4).double().mean() >= 0.999 and not out.failed.any()
 
 
