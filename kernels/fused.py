@@ -81,10 +81,7 @@ def _rms_norm_kernel(x, weight, out, width, eps, UNIT_OFFSET: tl.constexpr, BLOC
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
     values = values * tl.rsqrt(tl.sum(values * values, 0) / width + eps)
-    if UNIT_OFFSET:
-        values = values * (1.0 + scale)
-    else:
-        values = values.to(out.dtype.element_ty).to(tl.float32) * scale
+    values = values * (1.0 + scale) if UNIT_OFFSET else values.to(out.dtype.element_ty).to(tl.float32) * scale
     tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
 
 

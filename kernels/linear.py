@@ -168,10 +168,7 @@ def _linear_kernel(
                 b = tl.load(x_at + k + BLOCK_M * IN, mask=low[:, None] & inside[None, :], other=0.0)
             acc_low = tl.dot(b, w, acc_low, input_precision="ieee")
         if GATED:
-            if EVEN:
-                u = tl.load(u_at + k)
-            else:
-                u = tl.load(u_at + k, mask=inside[:, None], other=0.0)
+            u = tl.load(u_at + k) if EVEN else tl.load(u_at + k, mask=inside[:, None], other=0.0)
             acc_up = tl.dot(a, u, acc_up, input_precision="ieee")
             if TILES == 2:
                 acc_low_up = tl.dot(b, u, acc_low_up, input_precision="ieee")

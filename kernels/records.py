@@ -57,7 +57,7 @@ class RejectionOutputs(NamedTuple):
 
 
 def rope_heads(qkv: Tensor, cos: Tensor, sin: Tensor, k_plane: Tensor, v_plane: Tensor) -> tuple[int, int, int]:
-    """(query heads, key heads, width) of packed rows [rows, (q_heads + 2 * kv_heads) * width]; ValueError on misfits."""
+    """(query heads, key heads, width) of qkv [rows, (q_heads + 2 * kv_heads) * width]; raises ValueError on misfits."""
     kv_heads, width = k_plane.shape[2:]
     q_heads, rest = divmod(qkv.shape[1] - 2 * kv_heads * width, width)
     if v_plane.shape != k_plane.shape or rest or q_heads < kv_heads or width % 2:

@@ -1,4 +1,4 @@
-"""Triton kernels of a decoder layer against their twins. Run compiled on a GPU, or in the interpreter by `test_triton.py`."""
+"""Triton kernels of a decoder layer against their twins, compiled on a GPU or interpreted, by `test_triton.py`."""
 
 import math
 
