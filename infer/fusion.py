@@ -171,7 +171,7 @@ def match_layer(layer: nn.Module, attention: AttentionLayer) -> LayerParts:
     out, hidden = _linear(where, module, "o_proj"), qkv[0].in_features
     if qkv[1].out_features != attention.kv_heads * width or qkv[0].out_features % width or gate.in_features != hidden:
         raise FusionError(f"{where} projects to other widths than its attention is called with")
-    activation = getattr(mlp, "act_fn", None)
+    activation: Any = getattr(mlp, "act_fn", None)
     ramp = torch.linspace(-9, 9, 64)
     if not callable(activation) or not torch.allclose(activation(ramp), F.silu(ramp), atol=1e-6):
         raise FusionError(f"{where} has an MLP that is not gated by SiLU")

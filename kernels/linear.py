@@ -153,19 +153,15 @@ def _linear_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc_up, acc_low, acc_low_up = acc, acc, acc
     for k in range(0, SPLIT_IN, BLOCK_K):
-        if EVEN:
-            w = tl.load(w_at + k)
-            a = tl.load(x_at + k, mask=high[:, None], other=0.0)
-        else:
-            inside = lane + k < tl.minimum(SPLIT_IN, IN - first)
-            w = tl.load(w_at + k, mask=inside[:, None], other=0.0)
-            a = tl.load(x_at + k, mask=high[:, None] & inside[None, :], other=0.0)
+        inside = lane + k < tl.minimum(SPLIT_IN, IN - first)
+        w = tl.load(w_at + k) if EVEN else tl.load(w_at + k, mask=inside[:, None], other=0.0)
+        a_mask = high[:, None] if EVEN else high[:, None] & inside[None, :]
+        a = tl.load(x_at + k, mask=a_mask, other=0.0)
+        b = a
         acc = tl.dot(a, w, acc, input_precision="ieee")
         if TILES == 2:
-            if EVEN:
-                b = tl.load(x_at + k + BLOCK_M * IN, mask=low[:, None], other=0.0)
-            else:
-                b = tl.load(x_at + k + BLOCK_M * IN, mask=low[:, None] & inside[None, :], other=0.0)
+            b_mask = low[:, None] if EVEN else low[:, None] & inside[None, :]
+            b = tl.load(x_at + k + BLOCK_M * IN, mask=b_mask, other=0.0)
             acc_low = tl.dot(b, w, acc_low, input_precision="ieee")
         if GATED:
             u = tl.load(u_at + k) if EVEN else tl.load(u_at + k, mask=inside[:, None], other=0.0)
@@ -208,7 +204,7 @@ def _sum_kernel(partial, out, bias, residual, rows, num_out, SPLITS: tl.constexp
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < num_out
     total = tl.zeros([BLOCK], tl.float32)
-    for split in tl.static_range(SPLITS):
+    for split in range(SPLITS):
         total += tl.load(partial + (split * rows + row) * num_out + column, mask=inside, other=0.0)
     if bias is not None:
         total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
