@@ -5,6 +5,7 @@ key heads, a SiLU-gated MLP, two RMS norms, and nothing else that holds a number
 layers compute is for the caller to check (`parity.py`). Weights are packed in place, the modules' own become views.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +100,9 @@ class FusedLayer:
         gated = dispatch.gated_linear(parts.mlp_norm(x), self.gate_up_weight, self.gate_up_bias)
         return dispatch.linear(gated, parts.down.weight, parts.down.bias, x)[None]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FusedLayer":
+        return FusedLayer(copy.deepcopy(self.parts, memo))  # copied parameters are no views: they are packed again
+
     def release(self) -> None:
         """Gives each projection its own weights again."""
         for linear in (*self.parts.qkv, *self.parts.gate_up):
@@ -171,9 +175,9 @@ def match_layer(layer: nn.Module, attention: AttentionLayer) -> LayerParts:
     out, hidden = _linear(where, module, "o_proj"), qkv[0].in_features
     if qkv[1].out_features != attention.kv_heads * width or qkv[0].out_features % width or gate.in_features != hidden:
         raise FusionError(f"{where} projects to other widths than its attention is called with")
-    activation: Any = getattr(mlp, "act_fn", None)
+    activation = getattr(mlp, "act_fn", None)
     ramp = torch.linspace(-9, 9, 64)
-    if not callable(activation) or not torch.allclose(activation(ramp), F.silu(ramp), atol=1e-6):
+    if not isinstance(activation, nn.Module) or not torch.allclose(activation(ramp), F.silu(ramp), atol=1e-6):
         raise FusionError(f"{where} has an MLP that is not gated by SiLU")
     norms: dict[str, Norm | None] = {
         name: _norm(where, parent, name, size)
@@ -247,7 +251,7 @@ def measure_rms_norm(module: nn.Module, width: int) -> Norm | None:
     expected = module(rows)
     for unit_offset in (False, True):
         norm = Norm(weight, eps, unit_offset)
-        tolerance = 4 * torch.finfo(weight.dtype).eps
+        tolerance = 4 * max(torch.finfo(weight.dtype).eps, torch.finfo(torch.float32).eps)
         if torch.allclose(norm(rows), expected, rtol=tolerance, atol=tolerance * 1e-2):
             return norm
     return None

@@ -297,13 +297,13 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
     """x [rows, width] over its root mean square, times weight [width], in the dtype of x.
 
-    As Llama: normalised in float32, rounded, then scaled. With `unit_offset` as Gemma: scaled by 1 + weight in float32
-    and rounded once.
+    As Llama: normalised in float32 whatever the dtype, rounded, then scaled. With `unit_offset` as Gemma: scaled by
+    1 + weight in float32 and rounded once.
     """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     if unit_offset:
-        return (wide * (1.0 + weight.to(wide.dtype))).to(x.dtype)
+        return (wide * (1.0 + weight.float())).to(x.dtype)
     return (weight * wide.to(x.dtype)).to(x.dtype)
 
 
