@@ -4,6 +4,8 @@ One program owns a few output columns and walks its inputs in order, with severa
 is padded into a tile of 16 or 32 rows, sizes at which the tensor cores are given the same instruction; how the inputs
 are cut depends on the weight alone. So a row's result is the same bits whatever rows stand beside it: a draft token is
 verified by the very numbers that plain decoding would have computed. More than `MAX_ROWS` rows go to the library.
+
+While the kernel before it still runs, a program already asks for its first weights, so the memory is never idle.
 """
 
 # Triton gives launches and kernel bodies meanings that its own annotations do not express.
@@ -16,13 +18,17 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import fused
+from . import fused, overlap
 
 MAX_ROWS = 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FILL = 96
 """Programs that keep the memory of a large GPU busy; weights that give fewer are cut over their inputs."""
+LINE_BYTES = tl.constexpr(128)
+FIRST_PROGRAMS = tl.constexpr(512)
+"""Programs that may start before the kernel before them has ended; later ones find the memory busy anyway."""
 
 
 class Config(NamedTuple):
@@ -124,12 +130,14 @@ def _launch(
         TILES=1 if rows <= 32 else 2,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
+        LINES=max(1, min(16, triton.next_power_of_2(split_in * x.element_size() // 128 + 1) // 2)),
         num_stages=config.stages,
         num_warps=config.warps,
+        **overlap.options(x),
     )
     if config.splits > 1:
         _sum_kernel[rows, triton.cdiv(num_out, 512)](
-            *(into, out, bias, residual, rows, num_out), SPLITS=config.splits, BLOCK=512
+            *(into, out, bias, residual, rows, num_out), SPLITS=config.splits, BLOCK=512, **overlap.options(x)
         )
 
 
@@ -138,6 +146,7 @@ def _linear_kernel(
     x, weight, out, bias, residual, rows, num_out, weight_stride,
     IN: tl.constexpr, SPLIT_IN: tl.constexpr, EVEN: tl.constexpr, PARTIAL: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    LINES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """M rows of x, N output columns, K inputs; a second tile of rows shares the weights of the first."""
     split = tl.program_id(1)
@@ -149,6 +158,16 @@ def _linear_kernel(
     u_at = weight + (read + num_out).to(tl.int64)[None, :] * weight_stride + first + lane[:, None]
     x_at = x + row[:, None] * IN + first + lane[None, :]
     high, low = row < rows, row + BLOCK_M < rows
+
+    if OVERLAP:
+        if tl.program_id(0) < FIRST_PROGRAMS:
+            line = tl.arange(0, LINES) * (LINE_BYTES // (weight.dtype.element_ty.primitive_bitwidth // 8))
+            start = tl.minimum(first + line, IN - 1)[:, None]
+            _prefetch(weight + read.to(tl.int64)[None, :] * weight_stride + start)
+            if GATED:
+                _prefetch(weight + (read + num_out).to(tl.int64)[None, :] * weight_stride + start)
+        gdc_wait()
+        gdc_launch_dependents()
 
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc_up, acc_low, acc_low_up = acc, acc, acc
@@ -177,6 +196,19 @@ def _linear_kernel(
 
 
 @triton.jit
+def _prefetch(pointers):
+    """Asks for the cache lines of a block of pointers without waiting for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def _finish(
     acc, acc_up, x, out, bias, residual, row, column, rows, num_out, PARTIAL: tl.constexpr, GATED: tl.constexpr
 ):  # fmt: skip
@@ -198,8 +230,13 @@ def _finish(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _sum_kernel(partial, out, bias, residual, rows, num_out, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_kernel(
+    partial, out, bias, residual, rows, num_out, SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
     """Adds the splits of a row in their order."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < num_out
