@@ -71,8 +71,9 @@ def linear(
         raise ValueError(f"a residual must be [{rows}, {num_out}] like the output, found {list(residual.shape)}")
     out_dtype = out_dtype or x.dtype
     if rows > MAX_ROWS or x.dtype not in DTYPES or weight.dtype != x.dtype:
-        out = F.linear(x, weight, bias)
-        return out.to(out_dtype) if residual is None else (out.float() + residual.float()).to(out_dtype)
+        if residual is None:
+            return F.linear(x, weight, bias).to(out_dtype)
+        return torch.addmm(residual if bias is None else residual + bias, x, weight.t()).to(out_dtype)
     out = torch.empty(rows, num_out, dtype=out_dtype, device=x.device)
     if rows:
         config = config or config_for(num_out, x.shape[1], x.dtype, rows)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.kernels import fused, linear, reference
+from spectrain.kernels import fused, linear, overlap, reference
 
 # The interpreter computes with numpy, which warns where a GPU just gives infinity.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -95,6 +95,34 @@ def test_a_row_is_the_same_bits_in_any_company(num_out: int, num_in: int, gated:
         assert torch.equal(run(x[64 - rows :], weight), together[64 - rows :]), f"{rows} rows"
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="kernels overlap on a GPU only")
+@pytest.mark.parametrize("rows", [1, 6, 40])
+def test_kernels_that_overlap_keep_their_order(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty layers in one CUDA graph, replayed, against the same kernels one after the other."""
+    monkeypatch.undo()  # poisoned outputs would add kernels between those that shall overlap
+    hidden, ffn = 1024, 4096
+    scale, first = normal(hidden, dtype=HALF), normal(rows, hidden, dtype=HALF)
+    up, down = normal(2 * ffn, hidden, seed=1, dtype=HALF) / 32, normal(hidden, ffn, seed=2, dtype=HALF) / 64
+
+    def layers() -> Tensor:
+        x = first
+        for _ in range(40):
+            gated = linear.gated_linear(fused.rms_norm(x, scale, 1e-6), up)
+            x = linear.linear(gated, down, None, x)
+        return x
+
+    layers()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = layers()
+    monkeypatch.setattr(overlap, "options", lambda tensor: {"OVERLAP": False})
+    expected = layers()
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(found, expected)
+
+
 def test_a_row_is_untouched_by_its_neighbours_nan() -> None:
     x, weight = normal(20, 64), normal(16, 64, seed=1)
     expected = linear.linear(x, weight)
@@ -105,8 +133,10 @@ def test_a_row_is_untouched_by_its_neighbours_nan() -> None:
 
 
 def test_many_rows_take_the_library() -> None:
-    x, weight, residual = normal(65, 64), normal(16, 64, seed=1), normal(65, 16, seed=2)
-    assert_near(linear.linear(x, weight, None, residual), exact(x, weight, None, residual), 64)
+    x, weight, residual, bias = normal(65, 64), normal(16, 64, seed=1), normal(65, 16, seed=2), normal(16, seed=3)
+    for own_bias in (None, bias):
+        assert_near(linear.linear(x, weight, own_bias, residual), exact(x, weight, own_bias, residual), 64)
+        assert_near(linear.linear(x, weight, own_bias), exact(x, weight, own_bias), 64)
     torch.testing.assert_close(linear.gated_linear(x, weight), reference.gated_linear(x, weight), atol=1e-5, rtol=1e-5)
 
 
