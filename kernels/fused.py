@@ -91,8 +91,8 @@ def _rms_norm_kernel(
     at = tl.program_id(0).to(tl.int64) * width + lane
     scale = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     values = values * tl.rsqrt(tl.sum(values * values, 0) / width + eps)
     values = values * (1.0 + scale) if UNIT_OFFSET else values.to(out.dtype.element_ty).to(tl.float32) * scale
@@ -102,8 +102,8 @@ def _rms_norm_kernel(
 @triton.jit
 def _silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < width
@@ -121,8 +121,8 @@ def _rope_store_kernel(
 ):  # fmt: skip
     """H heads of one row (queries, keys, values in line) by the lanes of half a head, whose partners lie HALF on."""
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     lane = tl.arange(0, BLOCK)

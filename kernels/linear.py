@@ -26,6 +26,8 @@ MAX_ROWS = 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FILL = 96
 """Programs that keep the memory of a large GPU busy; weights that give fewer are cut over their inputs."""
+PREFETCH_LINES = 16
+"""Cache lines of each output column that a program asks for while it waits for its turn."""
 LINE_BYTES = tl.constexpr(128)
 FIRST_PROGRAMS = tl.constexpr(512)
 """Programs that may start before the kernel before them has ended; later ones find the memory busy anyway."""
@@ -131,7 +133,7 @@ def _launch(
         TILES=1 if rows <= 32 else 2,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
-        LINES=max(1, min(16, triton.next_power_of_2(split_in * x.element_size() // 128 + 1) // 2)),
+        LINES=max(1, min(PREFETCH_LINES, triton.next_power_of_2(split_in * x.element_size() // 128 + 1) // 2)),
         num_stages=config.stages,
         num_warps=config.warps,
         **overlap.options(x),
@@ -236,8 +238,8 @@ def _sum_kernel(
 ):  # fmt: skip
     """Adds the splits of a row in their order."""
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < num_out
