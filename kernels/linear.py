@@ -1,8 +1,8 @@
 """Linear layers of a few rows in Triton: each weight is read from memory once, at the speed of the memory.
 
-One program owns a few output columns and walks its inputs in order, with several blocks of weights on their way. A row
-is padded into a tile of 16 or 32 rows, sizes at which the tensor cores are given the same instruction; how the inputs
-are cut depends on the weight alone. So a row's result is the same bits whatever rows stand beside it: a draft token is
+One program owns a few output columns and walks its inputs in order, with several blocks of weights on their way; its
+warps share each block by inputs, so that none reads what another does. A row is padded into a tile of 16 or 32 rows,
+sizes at which the tensor cores are given the same instruction; how the inputs are cut depends on the weight alone. So a row's result is the same bits whatever rows stand beside it: a draft token is
 verified by the very numbers that plain decoding would have computed. More than `MAX_ROWS` rows go to the library.
 
 While the kernel before it still runs, a program already asks for its first weights, so the memory is never idle.
@@ -34,12 +34,12 @@ FIRST_PROGRAMS = tl.constexpr(512)
 
 
 class Config(NamedTuple):
-    """How a weight is walked. `block_k` and `splits` cut a sum, so they must not depend on the rows."""
+    """How a weight is walked. `block_k`, `warps` and `splits` cut a sum, so they must not depend on the rows."""
 
     block_n: int  # output columns of a program
     block_k: int  # inputs of a step
     stages: int
-    warps: int
+    warps: int  # each sums its slice of every block
     splits: int  # programs that share one output, by ranges of inputs
 
 
@@ -48,7 +48,7 @@ def config_for(num_out: int, num_in: int, dtype: torch.dtype, rows: int, *, gate
     programs = triton.cdiv(num_out, 16)
     splits = 1 if gated or programs >= FILL else max(1, min(triton.cdiv(FILL, programs), num_in // 1024))
     if dtype == torch.float32:
-        return Config(block_n=16, block_k=32, stages=4, warps=4, splits=splits)
+        return Config(block_n=16, block_k=64, stages=3, warps=4, splits=splits)
     block_k = min(128 if gated else 256, max(64, triton.next_power_of_2(num_in) // 2))
     block_n = 32 if num_out >= 32 * FILL else 16
     if rows > 32 and not gated and num_out >= 64 * FILL:
@@ -133,6 +133,7 @@ def _launch(
         TILES=1 if rows <= 32 else 2,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
+        SLICES=config.warps,
         LINES=max(1, min(PREFETCH_LINES, triton.next_power_of_2(split_in * x.element_size() // 128 + 1) // 2)),
         num_stages=config.stages,
         num_warps=config.warps,
@@ -149,18 +150,19 @@ def _linear_kernel(
     x, weight, out, bias, residual, rows, num_out, weight_stride,
     IN: tl.constexpr, SPLIT_IN: tl.constexpr, EVEN: tl.constexpr, PARTIAL: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    LINES: tl.constexpr, OVERLAP: tl.constexpr,
+    SLICES: tl.constexpr, LINES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """M rows of x, N output columns, K inputs; a second tile of rows shares the weights of the first."""
+    """M rows of x, N output columns, K inputs, a slice of them to each warp; a second tile of rows shares the weights."""
     split = tl.program_id(1)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row, lane = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    row = tl.arange(0, BLOCK_M)
+    lane = tl.arange(0, SLICES)[:, None] * (BLOCK_K // SLICES) + tl.arange(0, BLOCK_K // SLICES)[None, :]
     first = split * SPLIT_IN
     read = tl.minimum(column, num_out - 1)
-    w_at = weight + read.to(tl.int64)[None, :] * weight_stride + first + lane[:, None]
-    u_at = weight + (read + num_out).to(tl.int64)[None, :] * weight_stride + first + lane[:, None]
-    x_at = x + row[:, None] * IN + first + lane[None, :]
-    high, low = row < rows, row + BLOCK_M < rows
+    w_at = weight + read.to(tl.int64)[None, None, :] * weight_stride + first + lane[:, :, None]
+    u_at = weight + (read + num_out).to(tl.int64)[None, None, :] * weight_stride + first + lane[:, :, None]
+    x_at = x + row[None, :, None] * IN + first + lane[:, None, :]
+    high, low = (row < rows)[None, :, None], (row + BLOCK_M < rows)[None, :, None]
 
     if OVERLAP:
         if tl.program_id(0) < FIRST_PROGRAMS:
@@ -172,21 +174,21 @@ def _linear_kernel(
         gdc_wait()
         gdc_launch_dependents()
 
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([SLICES, BLOCK_M, BLOCK_N], tl.float32)
     acc_up, acc_low, acc_low_up = acc, acc, acc
     for k in range(0, SPLIT_IN, BLOCK_K):
         inside = lane + k < tl.minimum(SPLIT_IN, IN - first)
-        w = tl.load(w_at + k) if EVEN else tl.load(w_at + k, mask=inside[:, None], other=0.0)
-        a_mask = high[:, None] if EVEN else high[:, None] & inside[None, :]
+        w = tl.load(w_at + k) if EVEN else tl.load(w_at + k, mask=inside[:, :, None], other=0.0)
+        a_mask = high if EVEN else high & inside[:, None, :]
         a = tl.load(x_at + k, mask=a_mask, other=0.0)
         b = a
         acc = tl.dot(a, w, acc, input_precision="ieee")
         if TILES == 2:
-            b_mask = low[:, None] if EVEN else low[:, None] & inside[None, :]
+            b_mask = low if EVEN else low & inside[:, None, :]
             b = tl.load(x_at + k + BLOCK_M * IN, mask=b_mask, other=0.0)
             acc_low = tl.dot(b, w, acc_low, input_precision="ieee")
         if GATED:
-            u = tl.load(u_at + k) if EVEN else tl.load(u_at + k, mask=inside[:, None], other=0.0)
+            u = tl.load(u_at + k) if EVEN else tl.load(u_at + k, mask=inside[:, :, None], other=0.0)
             acc_up = tl.dot(a, u, acc_up, input_precision="ieee")
             if TILES == 2:
                 acc_low_up = tl.dot(b, u, acc_low_up, input_precision="ieee")
@@ -215,6 +217,7 @@ def _prefetch(pointers):
 def _finish(
     acc, acc_up, x, out, bias, residual, row, column, rows, num_out, PARTIAL: tl.constexpr, GATED: tl.constexpr
 ):  # fmt: skip
+    acc, acc_up = tl.sum(acc, 0), tl.sum(acc_up, 0)
     inside = column < num_out
     live = (row < rows)[:, None] & inside[None, :]
     at = row.to(tl.int64)[:, None] * num_out + column[None, :]
