@@ -37,7 +37,7 @@ class EngineConfig:
     max_batch_size: int = 64
     max_length: int | None = None  # None: the target's
     memory_share: float = 0.8  # of what is free when the engine is built; used where num_blocks is None
-    eager: bool = False  # no CUDA graphs, and no step is launched before the last one was read
+    eager: bool = False  # no fused layers, no CUDA graphs, and no step is launched before the last one was read
     launch_ahead: bool | None = None  # launch a step before the last one was read; None: where graphs are used
 
     def __post_init__(self) -> None:
@@ -61,6 +61,12 @@ class Engine:
             )
         requirements = proposer.requirements
         target.capture(requirements.layer_ids)
+        on_gpu = target.device.type == "cuda"
+        if config.eager:
+            target.unfuse()
+        else:
+            # why a target runs its own code instead is for the report: it is slower, not wrong
+            self.not_fused = target.fuse() if on_gpu else None
         specs = (*target.plane_specs, *requirements.planes)
         num_blocks = config.num_blocks or self._num_blocks(specs)
         self.pool = BlockPool(num_blocks, config.block_size)
@@ -72,7 +78,7 @@ class Engine:
         )
         proposer.bind(planes, config.max_batch_size + 1)
         self.settings = SamplingTable(config.max_batch_size + 1, target.vocab_size, target.device)
-        use_graphs = target.device.type == "cuda" and not config.eager and not requirements.on_host
+        use_graphs = on_gpu and not config.eager and not requirements.on_host
         self.runner = Runner(
             target, proposer, self.table, self.settings, GraphCache(target.device) if use_graphs else None
         )

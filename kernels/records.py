@@ -91,4 +91,23 @@ class RejectionOutputs(NamedTuple):
 
     token_ids: Tensor  # [batch, k + 1] int64; -1 beyond num_emitted
     num_emitted: Tensor  # [batch] int32; accepted drafts + 1, or 0 for a failed request
+<<<<<<< HEAD
     failed: Tensor  # [batch] bool; a row that was needed holds NaN or +inf, forbids every token, or does not exist
+=======
+    failed: Tensor  # [batch] bool; a row that was needed holds NaN or +inf, or forbids every token
+
+
+def rope_heads(qkv: Tensor, cos: Tensor, sin: Tensor, k_plane: Tensor, v_plane: Tensor) -> tuple[int, int, int]:
+    """(query heads, key heads, width) of qkv [rows, (q_heads + 2 * kv_heads) * width]; raises ValueError on misfits."""
+    kv_heads, width = k_plane.shape[2:]
+    q_heads, rest = divmod(qkv.shape[1] - 2 * kv_heads * width, width)
+    if v_plane.shape != k_plane.shape or rest or q_heads < kv_heads or width % 2:
+        raise ValueError(
+            f"rows {list(qkv.shape)} must hold whole heads for planes {list(k_plane.shape)} and {list(v_plane.shape)}"
+        )
+    if cos.shape != (qkv.shape[0], width) or sin.shape != cos.shape:
+        raise ValueError(
+            f"cos and sin must turn whole heads, [{qkv.shape[0]}, {width}], found {list(cos.shape)}, {list(sin.shape)}"
+        )
+    return q_heads, kv_heads, width
+>>>>>>> fuse

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-CASES = [str(Path(__file__).with_name(name)) for name in ("triton_cases.py", "triton_attention_cases.py")]
+CASES = [
+    str(Path(__file__).with_name(name))
+    for name in ("triton_cases.py", "triton_attention_cases.py", "layer_cases.py")
+]
 
 
 def run_cases(environment: dict[str, str]) -> None:
