@@ -62,11 +62,11 @@ class Engine:
         requirements = proposer.requirements
         target.capture(requirements.layer_ids)
         on_gpu = target.device.type == "cuda"
-        if config.eager:
-            target.unfuse()
+        self.not_fused: str | None = None  # why the target runs its own code, where it could be fused
+        if on_gpu and not config.eager:
+            self.not_fused = target.fuse()
         else:
-            # why a target runs its own code instead is for the report: it is slower, not wrong
-            self.not_fused = target.fuse() if on_gpu else None
+            target.unfuse()
         specs = (*target.plane_specs, *requirements.planes)
         num_blocks = config.num_blocks or self._num_blocks(specs)
         self.pool = BlockPool(num_blocks, config.block_size)
