@@ -91,10 +91,7 @@ class RejectionOutputs(NamedTuple):
 
     token_ids: Tensor  # [batch, k + 1] int64; -1 beyond num_emitted
     num_emitted: Tensor  # [batch] int32; accepted drafts + 1, or 0 for a failed request
-<<<<<<< HEAD
     failed: Tensor  # [batch] bool; a row that was needed holds NaN or +inf, forbids every token, or does not exist
-=======
-    failed: Tensor  # [batch] bool; a row that was needed holds NaN or +inf, or forbids every token
 
 
 def rope_heads(qkv: Tensor, cos: Tensor, sin: Tensor, k_plane: Tensor, v_plane: Tensor) -> tuple[int, int, int]:
@@ -110,4 +107,3 @@ def rope_heads(qkv: Tensor, cos: Tensor, sin: Tensor, k_plane: Tensor, v_plane: 
             f"cos and sin must turn whole heads, [{qkv.shape[0]}, {width}], found {list(cos.shape)}, {list(sin.shape)}"
         )
     return q_heads, kv_heads, width
->>>>>>> fuse

@@ -1,10 +1,6 @@
 """The kernels in plain PyTorch: the CPU path, and the oracle the Triton kernels are tested against.
 
-<<<<<<< HEAD
-Names and signatures are those of `rejection.py`, `sampling.py` and `attention.py`.
-=======
-Names and signatures are those of `rejection.py`, `attention.py`, `linear.py` and `fused.py`.
->>>>>>> fuse
+Names and signatures are those of `rejection.py`, `sampling.py`, `attention.py`, `linear.py` and `fused.py`.
 """
 
 from typing import NamedTuple
@@ -13,17 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-<<<<<<< HEAD
 from .noise import BLOCK_COUNTERS, gumbels, noise_keys, uniforms
-from .records import VOCAB_BLOCK, RejectionInputs, RejectionOutputs, Stream, VerifyMode
-=======
-from .noise import gumbels, noise_keys, uniforms
-from .records import RejectionInputs, RejectionOutputs, Stream, rope_heads
-
-SUM_BLOCK = 8192
-"""Sums over the vocabulary run in blocks of this size: torch splits one long row over threads, but not several rows,
-and a request's tokens must not depend on its batch mates."""
->>>>>>> fuse
+from .records import VOCAB_BLOCK, RejectionInputs, RejectionOutputs, Stream, VerifyMode, rope_heads
 
 SHORT_QUERY = 16
 GROUP_SLOTS = 1024
