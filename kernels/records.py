@@ -47,7 +47,7 @@ class RejectionInputs(NamedTuple):
     mode: VerifyMode = VerifyMode.STANDARD
     rates: Tensor | None = None  # SYNTHETIC only: [>= k] float32, the chance to keep draft j once all before it were
 
-    def check_shapes(self) -> None:
+    def check(self) -> None:
         """Raises ValueError when the fields do not belong together; reads no values, so nothing waits for a GPU."""
         if self.target_logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"target_logits must be float32, bfloat16 or float16, found {self.target_logits.dtype}")
@@ -61,6 +61,8 @@ class RejectionInputs(NamedTuple):
         }
         law, columns = self.draft_log_probs, self.law_columns
         if law is not None:
+            if law.dtype != torch.float32:
+                raise ValueError(f"draft_log_probs must be float32, found {law.dtype}")
             expected["draft_log_probs"] = (law, (batch, k, vocab if columns is None else law.shape[-1]))
         if columns is not None:
             if law is None:

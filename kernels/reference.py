@@ -42,7 +42,7 @@ def verify(inputs: RejectionInputs, *, fp64_gumbel: bool = False) -> RejectionOu
     are the argmax (lowest id on ties), or by rate in SYNTHETIC, and then gives the argmax. Raises ValueError on fields
     that do not belong together.
     """
-    inputs.check_shapes()
+    inputs.check()
     logits, drafts = inputs.target_logits.float(), inputs.draft_token_ids
     batch, k = drafts.shape
     first = inputs.cu_rows[:-1].long()
