@@ -2,8 +2,9 @@
 
 One program owns a few output columns and walks its inputs in order, with several blocks of weights on their way; its
 warps share each block by inputs, so that none reads what another does. A row is padded into a tile of 16 or 32 rows,
-sizes at which the tensor cores are given the same instruction; how the inputs are cut depends on the weight alone. So a row's result is the same bits whatever rows stand beside it: a draft token is
-verified by the very numbers that plain decoding would have computed. More than `MAX_ROWS` rows go to the library.
+sizes at which the tensor cores are given the same instruction; how the inputs are cut depends on the weight alone. So a
+row's result is the same bits whatever rows stand beside it: a draft token is verified by the very numbers that plain
+decoding would have computed. More than `MAX_ROWS` rows go to the library.
 
 While the kernel before it still runs, a program already asks for its first weights, so the memory is never idle.
 """
@@ -152,7 +153,7 @@ def _linear_kernel(
     BLOCK_M: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr, LINES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """M rows of x, N output columns, K inputs, a slice of them to each warp; a second tile of rows shares the weights."""
+    """M rows of x, N output columns, K inputs, a slice to each warp; a second tile of rows shares the weights."""
     split = tl.program_id(1)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, BLOCK_M)
