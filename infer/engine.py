@@ -33,6 +33,7 @@ class EngineConfig:
     max_batch_tokens: int = 2048
     max_batch_size: int = 64
     max_length: int | None = None  # None: the target's
+    prefix_cache: bool = True  # requests share the blocks of a common beginning
     memory_share: float = 0.8  # of what is free when the engine is built; used where num_blocks is None
 
     def __post_init__(self) -> None:
@@ -58,7 +59,9 @@ class Engine:
         target.capture(requirements.layer_ids)
         specs = (*target.plane_specs, *requirements.planes)
         num_blocks = config.num_blocks or self._num_blocks(specs)
-        self.pool = BlockPool(num_blocks, config.block_size)
+        self.pool = BlockPool(
+            num_blocks, config.block_size, prefix_cache=config.prefix_cache, next_token=requirements.next_token
+        )
         planes = Planes(specs, num_blocks, config.block_size, target.device)
         target.bind(planes)
         proposer.bind(planes)
@@ -120,6 +123,8 @@ class Engine:
         kept = [self._commit(rows, result, i) for i, rows in enumerate(scheduled)]
         target_seconds = watch.lap()
         self.runner.observe(scheduled, result, kept)
+        for rows in scheduled:
+            self.scheduler.register(rows.request)
         outputs = [self._finish(rows.request) for rows in scheduled if rows.request.finish_reason]
         running = [rows.request for rows in scheduled if not rows.request.finish_reason and rows.request.is_decoding]
         if self.config.num_draft_tokens:
@@ -187,6 +192,7 @@ class Engine:
         assert request.finish_reason is not None
         self.proposer.release(request.request_id, finished=request.finish_reason is not FinishReason.CANCELLED)
         self.scheduler.finish(request)
+        self.statistics.count_prompt(len(request.prompt_token_ids), cached=request.num_cached)
         return RequestOutput(
             request.request_id,
             request.prompt_token_ids,

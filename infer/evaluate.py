@@ -142,6 +142,7 @@ def _warm_up(work: Evaluation, engine: Engine) -> None:
     few = min(len(work.prompts), work.batch_size)
     params = [replace(p, max_tokens=min(p.max_tokens, WARMUP_TOKENS)) for p in work.params[:few]]
     engine.generate(work.prompts[:few], params)
+    engine.pool.forget()  # or the measured run would find these prompts computed
     engine.statistics = EngineStatistics()
 
 

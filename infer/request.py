@@ -41,6 +41,9 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)  # of the full blocks of the known tokens
+    num_registered: int = 0  # leading blocks of the table that the prefix cache has seen
+    num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     drafts: list[int] = field(default_factory=list)
     draft_law: DraftLaw | None = None
     block_lengths: list[int] = field(default_factory=list)  # tokens kept of each verification step, in order
@@ -58,6 +61,10 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def num_drafts(self) -> int:
+        return len(self.drafts)
 
     @property
     def is_decoding(self) -> bool:

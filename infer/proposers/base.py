@@ -16,6 +16,7 @@ class Requirements:
 
     layer_ids: tuple[int, ...] = ()  # hidden states captured at these ids, ascending; id L is the raw last state
     planes: tuple[PlaneSpec, ...] = ()  # over the requests' own block tables
+    next_token: bool = False  # whether row t of its planes depends on token t + 1: prefix-cache keys then include it
     lookahead: int = 0  # slots beyond the last token that `propose` writes to
     draft_laws: bool = False  # whether drafts carry the law they were drawn from
     observes: bool = True  # False: rows need not be gathered for it
@@ -24,7 +25,9 @@ class Requirements:
 class ObservedRows(NamedTuple):
     """Rows the target has computed and that are final: prompt rows, accepted drafts, and the row before each.
 
-    Rejected rows never appear. After a preemption a request's rows are computed, and observed, again from position 0.
+    Rejected rows never appear. Rows found in the prefix cache are not computed, so a request's first observation may
+    start at a later position: what a proposer knows of earlier rows is in its planes, written by whoever computed them.
+    After a preemption rows are computed, and observed, again from the first that the cache no longer holds.
     """
 
     request_ids: list[int]
@@ -73,4 +76,4 @@ class Proposer(ABC):
 
     @abstractmethod
     def release(self, request_id: int, *, finished: bool) -> None:
-        """Forgets a request that finished or was preempted. Its blocks are still its own and are freed right after."""
+        """Forgets a request. A finished one still holds its blocks, until right after; a preempted one lost them."""
