@@ -60,9 +60,9 @@ class Planes:
 class BlockPool:
     """Which tables hold which block, and which text a block's rows stand for: the prefix cache.
 
-    A block is used (`refs` tables hold it), idle (no table holds it, its rows still answer a key) or free. Only full
-    blocks whose rows are final get a key, and a table writes only behind its last full block, so shared blocks are never
-    written and need no copy-on-write.
+    A block is used (by one table or more), idle (by none, but its rows still answer a key) or free. Only full blocks
+    whose rows are final get a key, and a table writes only behind its final rows: shared blocks are never written and
+    need no copy-on-write.
 
     A key is SHA-256 over the key of the block before and the block's own tokens, so it names the whole text up to the
     block's end; with `next_token` also the token that follows, on which the last row of a draft plane may depend.
