@@ -205,6 +205,8 @@ def _result(
         temperature=work.temperature,
         batch_size=work.batch_size,
         num_prompts=len(work.prompts),
+        prompt_tokens=counts.prompt_tokens,
+        cached_prompt_tokens=counts.cached_prompt_tokens,
         output_tokens=counts.output_tokens,
         acceptance_length=counts.acceptance_length,
         acceptance_length_kept=counts.acceptance_length_kept,

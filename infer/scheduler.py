@@ -110,7 +110,7 @@ class Scheduler:
     def _preempt(self, victim: Request) -> None:
         self.running.remove(victim)
         self.pool.release(victim.block_table)
-        victim.num_computed = victim.num_registered = 0
+        victim.num_computed = 0
         victim.num_preemptions += 1
         victim.drop_drafts()
 

@@ -114,8 +114,8 @@ def test_every_draft_logit_of_the_engine_is_the_trainers(world, spoil, num_block
             if owner == request:
                 torch.testing.assert_close(logits, expected[step, row], atol=TOLERANCE, rtol=1e-4)
                 compared += 1
-    if spoil == 1.0:
-        # nothing was ever accepted, so drafting started from every row of every output
+    if spoil == 1.0 and num_blocks == 200:
+        # nothing was ever accepted and nothing scarce, so drafting started from every row of every output
         assert compared >= sum(STEPS * (40 - STEPS - 1) for _ in texts)
     assert compared > 100
 

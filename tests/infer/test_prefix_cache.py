@@ -40,13 +40,14 @@ def prompts() -> list[list[int]]:
 class Logged(Eagle3Proposer):
     """Keeps the draft logits by (request, known tokens, draft)."""
 
-    def __init__(self, target: Target, *, next_token: bool = True) -> None:
+    def __init__(self, target: Target, *, blind: bool = False) -> None:
         head = Eagle3Head(Eagle3Config.derive(target.facts, {"draft_vocab_size": 97, "layer_ids": [0, 1, 2]}))
         tensors = target.tensors()
         head.initialise(tensors, torch.Generator().manual_seed(0))
         randomise(head, seed=0)  # a fresh head hardly attends
         super().__init__(head, tensors, K)
-        self.requirements = dataclasses.replace(self.requirements, next_token=next_token)
+        if blind:
+            self.requirements = dataclasses.replace(self.requirements, next_token=False)
         self.logits: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def _draw(self, logits: torch.Tensor, step: DraftStep, k: int):
@@ -91,12 +92,12 @@ def test_tokens_drafts_and_acceptance_are_those_without_it(target, prompts, unca
     assert statistics.prompt_tokens == sum(map(len, prompts))
     assert statistics.cached_prompt_tokens > 40 and statistics.cache_hits >= 6
     if "max_batch_size" not in changes:
-        assert engine.most_shared >= 3
+        assert engine.most_shared > 1
 
 
 def test_without_the_look_ahead_token_drafts_would_start_from_another_texts_rows(target, prompts, uncached):
     """The guard of the tests above: they see a draft plane whose shared rows are wrong."""
-    proposer = Logged(target, next_token=False)
+    proposer = Logged(target, blind=True)
     engine = Engine(target, proposer, CONFIG)
     outputs = engine.generate(prompts, GREEDY)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in uncached[1]]  # drafting is lossless all the same
