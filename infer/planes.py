@@ -104,6 +104,11 @@ class BlockPool:
             block_table.append(self._take())
         return True
 
+    def grow_within(self, block_table: list[int], num_tokens: int) -> None:
+        """Extends a table in place towards `num_tokens` slots as far as the free blocks go."""
+        held = len(block_table) * self.block_size
+        self.grow(block_table, min(num_tokens, held + self.num_free * self.block_size))
+
     def release(self, block_table: list[int]) -> None:
         """Gives up every block of a table and empties it; blocks with a key stay findable until they are needed."""
         # the end of a text goes first: without its beginning it could not be found

@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
-
-from torch import Tensor
 
 from .sampling import SamplingParams
 
@@ -18,20 +15,12 @@ class FinishReason(Enum):
     CANCELLED = "cancelled"
 
 
-class DraftLaw(NamedTuple):
-    """Where the law of a request's drafts is kept: row `row` of one propose call's log_probs."""
-
-    log_probs: Tensor  # [batch, k, draft_vocab] float32
-    token_map: Tensor | None  # [draft_vocab] int64
-    row: int
-
-
 @dataclass(eq=False)
 class Request:
     """One sequence on its way through the engine.
 
-    `token_ids` are the known tokens, prompt first. Rows `0..num_computed-1` are in the cache. `drafts` wait to be
-    verified in the next step; they are no part of the known tokens.
+    `token_ids` are the known tokens, prompt first. Rows `0..num_computed-1` are in the cache. `num_drafts` drafts wait
+    in the request table to be verified in the next step; they are no part of the known tokens.
     """
 
     request_id: int
@@ -44,8 +33,8 @@ class Request:
     block_keys: list[bytes] = field(default_factory=list)  # of the full blocks of the known tokens
     num_registered: int = 0  # leading blocks of the table that the prefix cache has seen
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
-    drafts: list[int] = field(default_factory=list)
-    draft_law: DraftLaw | None = None
+    num_drafts: int = 0
+    slot: int | None = None  # row of the request table while it runs
     block_lengths: list[int] = field(default_factory=list)  # tokens kept of each verification step, in order
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
@@ -63,16 +52,9 @@ class Request:
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
-    def num_drafts(self) -> int:
-        return len(self.drafts)
-
-    @property
     def is_decoding(self) -> bool:
         """Whether every known token but the newest is in the cache."""
         return self.num_computed == len(self.token_ids) - 1
-
-    def drop_drafts(self) -> None:
-        self.drafts, self.draft_law = [], None
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class Scheduler:
         while not self._grow(rows):
             if request.num_drafts:
                 # a guess is cheaper to lose than the rows a neighbour has computed
-                request.drop_drafts()
+                request.num_drafts = 0
                 rows = self._rows(request, budget)
                 continue
             victim = self.running[-1]
@@ -112,7 +112,7 @@ class Scheduler:
         self.pool.release(victim.block_table)
         victim.num_computed = 0
         victim.num_preemptions += 1
-        victim.drop_drafts()
+        victim.num_drafts = 0
 
     def _admit(self, scheduled: list[ScheduledRequest], budget: int) -> None:
         while budget > 0 and (shared := self._admissible()) is not None:

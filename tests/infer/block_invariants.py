@@ -49,9 +49,9 @@ class WatchedEngine(Engine):
         bind = proposer.bind
         self.planes: Planes
 
-        def keep(planes: Planes) -> None:
+        def keep(planes: Planes, num_rows: int) -> None:
             self.planes = planes
-            bind(planes)
+            bind(planes, num_rows)
 
         proposer.bind = keep
         super().__init__(target, proposer, config)

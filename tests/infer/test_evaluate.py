@@ -165,9 +165,9 @@ def accept_everything(*args, **options):
     drafts = args[1]
     out = verify_drafts(*args, **options)
     tokens, counts = out.token_ids.clone(), out.num_emitted.clone()
-    for i, length in enumerate(drafts.lengths):
+    for i, length in enumerate((drafts >= 0).sum(dim=1).tolist()):
         if length:
-            tokens[i, :length], counts[i] = drafts.token_ids[i, :length], length
+            tokens[i, :length], counts[i] = drafts[i, :length], length
             tokens[i, length:] = -1
     return out._replace(token_ids=tokens, num_emitted=counts)
 

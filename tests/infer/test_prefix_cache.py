@@ -52,7 +52,7 @@ class Logged(Eagle3Proposer):
 
     def _draw(self, logits: torch.Tensor, step: DraftStep, k: int):
         for i, (request, length) in enumerate(zip(step.request_ids, step.seq_lens.tolist(), strict=True)):
-            if k < step.max_drafts[i]:
+            if k < int(step.room[i]):
                 self.logits[request, length, k] = logits[i].clone()
         return super()._draw(logits, step, k)
 
@@ -78,7 +78,11 @@ def uncached(target, prompts):
     return proposer, outputs, engine.statistics
 
 
-@pytest.mark.parametrize("changes", [{}, {"max_batch_tokens": 5}, {"max_batch_size": 1}, {"block_size": 1}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"max_batch_tokens": 5}, {"max_batch_size": 1}, {"block_size": 1}, {"launch_ahead": True}],
+    ids=str,
+)
 def test_tokens_drafts_and_acceptance_are_those_without_it(target, prompts, uncached, changes):
     expected_proposer, expected, _ = uncached
     proposer = Logged(target)

@@ -115,7 +115,7 @@ class Simulation:
             self.memory[self._slot(request, position)] = "not final"
         request.num_computed = end
         if rows.samples:
-            request.drop_drafts()
+            request.num_drafts = 0
             if self.random.random() < 0.02:
                 request.finish_reason = FinishReason.ERROR
                 return
@@ -136,7 +136,7 @@ class Simulation:
         if room > 0 and self.pool.grow(request.block_table, known + 2):
             for position in range(known - 1, known + 1):
                 self.memory[self._slot(request, position)] = "a draft"
-            request.drafts = [self.random.randrange(2) for _ in range(self.random.randint(0, room))]
+            request.num_drafts = self.random.randint(0, room)
 
 
 def run(simulation: Simulation, steps: int = 1000) -> Simulation:
@@ -313,7 +313,7 @@ def test_drafts_are_dropped_before_a_neighbour_is_preempted():
     simulation = calm(num_blocks=5)
     first, second = (simulation.add([i] * 6, 9) for i in range(2))
     simulation.step()
-    first.drafts = [1, 2, 3]  # rows 6..9 would need a third block
+    first.num_drafts = 3  # rows 6..9 would need a third block
     scheduled, preempted = simulation.scheduler.schedule()
     assert not preempted
     assert [(rows.request, rows.num_tokens, rows.num_drafts) for rows in scheduled] == [(first, 1, 0), (second, 1, 0)]

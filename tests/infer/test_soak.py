@@ -118,10 +118,11 @@ def eagle3(target: Target) -> Eagle3Proposer:
     return Eagle3Proposer(head, target.tensors(), K, "probabilistic")
 
 
-def greedy_soak(count: int) -> None:
+def greedy_soak(count: int, *, launch_ahead: bool) -> None:
     target = Target.from_model(rand_llama(3, max_position_embeddings=128))
     items = work(count, seed=count, vocab_size=97)
-    outputs = soak(engine := WatchedEngine(target, eagle3(target), TIGHT), items)
+    config = dataclasses.replace(TIGHT, launch_ahead=launch_ahead, max_batch_tokens=8 * (K + 1))
+    outputs = soak(engine := WatchedEngine(target, eagle3(target), config), items)
     expected = plainly(target, items)
     greedy = [i for i, item in enumerate(items) if item.params.temperature == 0]
     compared = check_equal(*([rows[i] for i in greedy] for rows in (outputs, expected, items)))
@@ -137,14 +138,16 @@ def greedy_soak(count: int) -> None:
     assert 0 < statistics.accepted_tokens < statistics.draft_tokens
 
 
-def test_sixty_random_requests():
-    greedy_soak(60)
+@pytest.mark.parametrize("launch_ahead", [False, True])
+def test_sixty_random_requests(launch_ahead):
+    greedy_soak(60, launch_ahead=launch_ahead)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_thousand_random_requests():
-    greedy_soak(1000)
+@pytest.mark.parametrize("launch_ahead", [False, True])
+def test_a_thousand_random_requests(launch_ahead):
+    greedy_soak(1000, launch_ahead=launch_ahead)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +172,7 @@ class FavouriteProposer(RecordingProposer):
         tokens = [step.last_token_ids]
         for _ in range(K):
             tokens.append(self.walk[tokens[-1]])
-        return Drafts(torch.stack(tokens[1:], dim=1), [min(K, n) for n in step.max_drafts], None)
+        return Drafts(torch.stack(tokens[1:], dim=1), step.room.clamp(max=K), None)
 
 
 def walker(target: Target) -> Proposer:
