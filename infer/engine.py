@@ -36,6 +36,7 @@ class EngineConfig:
     max_batch_tokens: int = 2048
     max_batch_size: int = 64
     max_length: int | None = None  # None: the target's
+    prefix_cache: bool = True  # requests share the blocks of a common beginning
     memory_share: float = 0.8  # of what is free when the engine is built; used where num_blocks is None
     eager: bool = False  # no fused layers, no CUDA graphs, and no step is launched before the last one was read
     launch_ahead: bool | None = None  # launch a step before the last one was read; None: where graphs are used
@@ -69,7 +70,9 @@ class Engine:
             target.unfuse()
         specs = (*target.plane_specs, *requirements.planes)
         num_blocks = config.num_blocks or self._num_blocks(specs)
-        self.pool = BlockPool(num_blocks, config.block_size)
+        self.pool = BlockPool(
+            num_blocks, config.block_size, prefix_cache=config.prefix_cache, next_token=requirements.next_token
+        )
         planes = Planes(specs, num_blocks, config.block_size, target.device)
         target.bind(planes)
         self.scheduler = Scheduler(self.pool, config.max_batch_tokens, config.max_batch_size)
@@ -220,10 +223,12 @@ class Engine:
             if result is None:
                 prompts = True
                 request.num_computed = flight.ends[i]
+                self.scheduler.register(request)
                 continue
             prompts |= not request.is_decoding
             drafted |= result.num_drafted > 0
             self._commit(request, result)
+            self.scheduler.register(request)
             if request.finish_reason:
                 outputs.append(self._finish(request))
         if landed:
@@ -275,6 +280,7 @@ class Engine:
         assert request.finish_reason is not None
         self._release(request, finished=request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH))
         self.scheduler.finish(request)
+        self.statistics.count_prompt(len(request.prompt_token_ids), cached=request.num_cached)
         return RequestOutput(
             request.request_id,
             request.prompt_token_ids,

@@ -142,6 +142,7 @@ def _warm_up(work: Evaluation, engine: Engine) -> None:
     few = min(len(work.prompts), work.batch_size)
     params = [replace(p, max_tokens=min(p.max_tokens, WARMUP_TOKENS)) for p in work.params[:few]]
     engine.generate(work.prompts[:few], params)
+    engine.pool.forget()  # or the measured run would find these prompts computed
     engine.statistics = EngineStatistics()
 
 
@@ -212,6 +213,8 @@ def _result(
         temperature=work.temperature,
         batch_size=work.batch_size,
         num_prompts=len(work.prompts),
+        prompt_tokens=counts.prompt_tokens,
+        cached_prompt_tokens=counts.cached_prompt_tokens,
         output_tokens=counts.output_tokens,
         acceptance_length=counts.acceptance_length,
         acceptance_length_kept=counts.acceptance_length_kept,

@@ -30,6 +30,9 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)  # of the full blocks of the known tokens
+    num_registered: int = 0  # leading blocks of the table that the prefix cache has seen
+    num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     num_drafts: int = 0
     slot: int | None = None  # row of the request table while it runs
     block_lengths: list[int] = field(default_factory=list)  # tokens kept of each verification step, in order
