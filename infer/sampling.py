@@ -56,7 +56,11 @@ class SamplingParams:
             ("logit_bias", "by token ids >= 0", _ids(self.logit_bias)),
             ("logit_bias", finite, all(abs(value) <= LARGEST for value in self.logit_bias.values())),
             ("bad_words", "non-empty sequences of token ids >= 0", all(word and _ids(word) for word in self.bad_words)),
-            ("allowed_token_ids", "None or token ids >= 0, at least one", allowed is None or (allowed and _ids(allowed))),
+            (
+                "allowed_token_ids",
+                "None or token ids >= 0, at least one",
+                allowed is None or (allowed and _ids(allowed)),
+            ),
             ("seed", "None or an integer of 64 signed bits", self.seed is None or _whole(self.seed, -(2**63), 2**63)),
             ("max_tokens", "an integer >= 1", _whole(self.max_tokens, 1)),
             (
@@ -72,7 +76,11 @@ class SamplingParams:
             if not good:
                 raise ValueError(f"{name} must be {expected}, found {getattr(self, name)!r}")
 
-    def check_vocabulary(self, vocab_size: int, end_ids: Sequence[int]) -> None:
+    def end_token_ids(self, own: frozenset[int]) -> frozenset[int]:
+        """The tokens that end such a request where `own` are the target's."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else own)
+
+    def check_vocabulary(self, vocab_size: int, end_ids: Iterable[int]) -> None:
         """Raises ValueError where the settings name tokens the target has not, or leave it none to give."""
         named = {
             "logit_bias": self.logit_bias,
@@ -307,9 +315,7 @@ def _edit(
         processors.forbid(logits, ends, early[:, None].expand_as(ends))
     if features.repetition_penalty or features.output_penalties:
         counted = (settings.presence[slots], settings.frequency[slots]) if features.output_penalties else None
-        processors.penalise(
-            logits, tokens[slots], positions + 1, prompt_lens, settings.repetition[slots], counted
-        )
+        processors.penalise(logits, tokens[slots], positions + 1, prompt_lens, settings.repetition[slots], counted)
     if features.bad_words:
         words = settings.bad_words.values[slots]
         index = positions[:, None] - torch.arange(words.shape[2] - 1, device=logits.device)

@@ -27,9 +27,7 @@ class FinishReason(Enum):
 class Tokenizer(Protocol):
     """What this module needs of a transformers tokenizer."""
 
-    def decode(
-        self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
-    ) -> str: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
 
 
 class TextStream:
@@ -79,7 +77,9 @@ class Stopper:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         if params.stop and tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, found none; use stop_token_ids or add the tokenizer's files")
+            raise ValueError(
+                "stop strings need a tokenizer, found none; use stop_token_ids or add the tokenizer's files"
+            )
         self.params, self.end_ids = params, end_ids
         self.max_tokens = min(params.max_tokens, max_length - len(prompt_token_ids))
         self.num_taken = 0
