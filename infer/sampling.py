@@ -243,11 +243,10 @@ class SamplingTable:
                 self._restricted.remove(row)
             return
         if self.allowed is None:
-            shape = (self._floats.shape[1], self.vocab_size)
-            self.allowed = torch.ones(shape, dtype=torch.bool, device=self.device)
+            self.allowed = torch.ones(self._floats.shape[1], self.vocab_size, dtype=torch.bool, device=self.device)
         mask = torch.zeros(self.vocab_size, dtype=torch.bool)
         mask[list(allowed)] = True
-        self.allowed[row] = mask.to(self.device)
+        self.allowed[row].copy_(mask)
         self._restricted.add(row)
 
 
