@@ -129,7 +129,7 @@ class TestStrings:
         with pytest.raises(ValueError, match="need a tokenizer"):
             stopper(SamplingParams(stop=("a",)), tokenizer=None)
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(
         st.integers(0, len(TEXT) - 1),
         st.integers(1, 6),
