@@ -1,49 +1,31 @@
 """A request: what was asked, what is known so far, and where its cache lives."""
 
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import NamedTuple
-
-from torch import Tensor
 
 from .sampling import SamplingParams
-
-
-class FinishReason(Enum):
-    """Why a request ended."""
-
-    STOP = "stop"  # an end or stop token
-    LENGTH = "length"  # the output or the context is full
-    ERROR = "error"  # the target's logits were not finite
-    CANCELLED = "cancelled"
-
-
-class DraftLaw(NamedTuple):
-    """Where the law of a request's drafts is kept: row `row` of one propose call's log_probs."""
-
-    log_probs: Tensor  # [batch, k, draft_vocab] float32
-    token_map: Tensor | None  # [draft_vocab] int64
-    row: int
+from .stopping import FinishReason, Stopper
 
 
 @dataclass(eq=False)
 class Request:
     """One sequence on its way through the engine.
 
-    `token_ids` are the known tokens, prompt first. Rows `0..num_computed-1` are in the cache. `drafts` wait to be
-    verified in the next step; they are no part of the known tokens.
+    `token_ids` are the known tokens, prompt first. Rows `0..num_computed-1` are in the cache. `num_drafts` drafts wait
+    in the request table to be verified in the next step; they are no part of the known tokens.
     """
 
     request_id: int
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
+    stopper: Stopper
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
-    drafts: list[int] = field(default_factory=list)
-    draft_law: DraftLaw | None = None
+    num_drafts: int = 0
+    slot: int | None = None  # row of the request table while it runs
     block_lengths: list[int] = field(default_factory=list)  # tokens kept of each verification step, in order
+    logprobs: list[dict[int, float]] = field(default_factory=list)  # of each output token, where asked for
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -64,9 +46,6 @@ class Request:
         """Whether every known token but the newest is in the cache."""
         return self.num_computed == len(self.token_ids) - 1
 
-    def drop_drafts(self) -> None:
-        self.drafts, self.draft_law = [], None
-
 
 @dataclass(frozen=True)
 class RequestOutput:
@@ -74,7 +53,10 @@ class RequestOutput:
 
     request_id: int
     prompt_token_ids: list[int]
-    token_ids: list[int]  # an emitted end token is part of it
+    token_ids: list[int]  # an emitted end token is part of it, and so is what completed a stop string
     finish_reason: FinishReason
     block_lengths: list[int]  # tokens each verification step added; sums to len(token_ids)
     error: str | None = None
+    text: str | None = None  # with stop strings: the output's text, cut before the string that ended it
+    # per output token, where asked for: log-probability by token id under the target's own law, the emitted one first
+    logprobs: list[dict[int, float]] | None = None

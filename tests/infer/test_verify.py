@@ -4,13 +4,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.infer.proposers.base import Drafts
-from spectrain.infer.sampling import SamplingParams, process_logits, row_settings
+from spectrain.infer.sampling import LogitsRows, SamplingParams, SamplingTable, features_of, process_logits
 from spectrain.infer.verify import verify_drafts
 
 
-def no_drafts(batch: int) -> Drafts:
-    return Drafts(torch.empty(batch, 0, dtype=torch.int64), [0] * batch, None)
+def processed(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Rows that all belong to one request; nothing is known but one prompt token."""
+    settings = SamplingTable(2, logits.shape[1], torch.device("cpu"))
+    settings.set(0, params, ())
+    nowhere = torch.zeros(len(logits), dtype=torch.int64)
+    tokens, lens = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int64)
+    return process_logits(logits, LogitsRows(nowhere, nowhere), settings, tokens, lens, features_of([params]))
 
 
 def decode_chain(table: Tensor, params: SamplingParams, n: int, length: int, num_drafts: int, wrong: bool) -> Tensor:
@@ -22,10 +26,10 @@ def decode_chain(table: Tensor, params: SamplingParams, n: int, length: int, num
         for _ in range(num_drafts):
             tokens.append(best[tokens[-1]])
         rows = table[torch.stack(tokens, dim=1)].flatten(0, 1)
-        processed = process_logits(rows, row_settings([params], [len(rows)], [0], [()]))
-        drafts = Drafts(torch.stack(tokens, dim=1)[:, 1:], [num_drafts] * n, None)
+        drafts = torch.stack(tokens, dim=1)[:, 1:]
+        cu_rows = torch.arange(n + 1, dtype=torch.int32) * (num_drafts + 1)
         temperature = torch.full((n,), params.temperature)
-        out = verify_drafts(processed, drafts, filled, temperature, torch.arange(n))
+        out = verify_drafts(processed(rows, params), drafts, cu_rows, filled, temperature, torch.arange(n))
         for column in range(num_drafts + 1):
             takes = ((column < out.num_emitted) & (filled < chains.shape[1])).nonzero()[:, 0]
             chains[takes, filled[takes]] = out.token_ids[takes, column]
@@ -61,7 +65,7 @@ def test_greedy_equals_plain_decoding(wrong: bool) -> None:
 def test_sampled_pairs_follow_the_processed_law(params: SamplingParams, wrong: bool) -> None:
     """Joint law of tokens 2 and 3 of the sequence, both inside drafted blocks, by chi-square over all cells."""
     n, table = 22_500, table_of(4)
-    law = process_logits(table, row_settings([params], [4], [0], [()])).softmax(-1)
+    law = processed(table, params).softmax(-1)
     chains = decode_chain(table, params, n, 4, 2, wrong)
     joint = ((law[0] @ law)[:, None] * law).flatten()
     counts = torch.bincount(chains[:, 2] * 4 + chains[:, 3], minlength=16)
@@ -77,16 +81,8 @@ def test_unequal_lengths_use_their_own_rows() -> None:
     logits = torch.full((6, 5), 0.0)
     for row, token in enumerate((1, 2, 3, 4, 0, 2)):
         logits[row, token] = 1.0
-    drafts = Drafts(torch.tensor([[1, 2], [-1, -1], [0, 4]]), [2, 0, 1], None)
-    out = verify_drafts(
-        logits, drafts, torch.zeros(3, dtype=torch.int64), torch.zeros(3), torch.zeros(3, dtype=torch.int64)
-    )
+    drafts = torch.tensor([[1, 2], [-1, -1], [0, 4]])
+    cu_rows = torch.tensor([0, 3, 4, 6], dtype=torch.int32)
+    zeros = torch.zeros(3, dtype=torch.int64)
+    out = verify_drafts(logits, drafts, cu_rows, zeros, torch.zeros(3), zeros)
     assert out.token_ids.tolist() == [[1, 2, 3], [4, -1, -1], [0, 2, -1]]
-
-
-def test_rows_and_drafts_must_match() -> None:
-    zeros = torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="need 2 logits rows.*found 3"):
-        verify_drafts(torch.zeros(3, 4), no_drafts(2), zeros, torch.zeros(2), zeros)
-    with pytest.raises(ValueError, match="between 0 and the 0 columns"):
-        verify_drafts(torch.zeros(3, 4), no_drafts(2)._replace(lengths=[1, 0]), zeros, torch.zeros(2), zeros)
