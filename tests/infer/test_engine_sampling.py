@@ -13,7 +13,7 @@ from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.scoring import score_probs
 from spectrain.infer.target import Target
 from spectrain.tests.chats import PLAIN, word_tokenizer
-from spectrain.tests.infer.proposers import NoisyOracle, ScriptedProposer
+from spectrain.tests.infer.proposers import LawProposer, NoisyOracle, ScriptedProposer
 from spectrain.tests.infer.test_sampling import Row, naive_logits
 from spectrain.tests.models import lone_forward, rand_llama, succ_llama
 
@@ -24,6 +24,14 @@ K = 4
 @pytest.fixture(scope="module")
 def target() -> Target:
     return Target.from_model(rand_llama(2, max_position_embeddings=128))
+
+
+@pytest.fixture(scope="module")
+def flat() -> Target:
+    """A target that leaves much to chance, so that settings show in what is drawn."""
+    model = rand_llama(2, max_position_embeddings=128)
+    model.get_output_embeddings().weight.data.mul_(0.2)
+    return Target.from_model(model)
 
 
 @pytest.fixture(scope="module")
@@ -123,31 +131,51 @@ def test_repetition_penalty_counts_the_drafts_before_each_row(ahead):
             assert run(target, proposer, [[5, 6, 7, 5]], params, num_draft_tokens=K)[0].token_ids == expected
 
 
+def repeats(found: list[RequestOutput], probs) -> float:
+    """How many tokens repeat the output so far, less what the laws expect, in standard deviations."""
+    excess = variance = 0.0
+    for output in found:
+        prompt, tokens = output.prompt_token_ids, output.token_ids
+        start = len(prompt) - 1
+        laws = probs([*prompt, *tokens][:-1], range(start, start + len(tokens)), len(prompt))
+        for i, (token, law) in enumerate(zip(tokens, laws, strict=True)):
+            mass = float(law[list(set(tokens[:i]))].sum())
+            excess += (token in tokens[:i]) - mass
+            variance += mass * (1 - mass)
+    return excess / variance**0.5
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        {"repetition_penalty": 1.4, "presence_penalty": 0.7},
+        {"repetition_penalty": 1.8, "presence_penalty": 0.7},
         {"frequency_penalty": 0.9, "min_p": 0.02},
-        {"logit_bias": {5: 3.0, 6: 2.0}, "bad_words": ((5, 6),), "top_p": 0.9},
-        {"allowed_token_ids": tuple(range(3, 30)), "top_k": 9, "min_tokens": 20, "stop_token_ids": (4, 5, 6)},
+        {"presence_penalty": -1.2, "top_p": 0.95},
+        {"logit_bias": {5: 3.0, 6: 2.0}, "bad_words": ((5, 6),), "top_k": 9},
+        {"min_tokens": 20, "stop_token_ids": (4, 5, 6), "bad_words": ((7,),)},
     ],
     ids=lambda settings: "+".join(settings),
 )
-def test_sampled_output_follows_the_settings_under_drafts(target, settings):
-    some = prompts(4) * 12
-    each = [SamplingParams(temperature=1.0, max_tokens=25, seed=i, ignore_eos=True, **settings) for i in range(48)]
-    plain = run(target, NoneProposer(), some, each)
-    found = drafted(target, some, plain, each)
-    assert max(max(o.block_lengths) for o in found) > 2
-    engine = Engine(target, NoneProposer(), CONFIG)
+def test_sampled_output_follows_the_settings_under_drafts(flat, settings):
+    shared = {"temperature": 1.0, "max_tokens": 25, "allowed_token_ids": tuple(range(3, 15))}
+    each = [SamplingParams(**shared, **settings, seed=i) for i in range(60)]
+    law = torch.zeros(97, 97)
+    law[:, 3:15] = 1 / 12
+    found = run(flat, LawProposer(law, K), prompts(4) * 15, each, num_draft_tokens=K)
+    assert sum(n > 2 for o in found for n in o.block_lengths) > 50
+    engine = Engine(flat, NoneProposer(), CONFIG)
     generations = [Generation(o.prompt_token_ids, o.token_ids, o.block_lengths) for o in found]
 
-    def verdict(params: SamplingParams):
-        return check_sampled(generations, lambda *text: score_probs(engine, params, *text), torch.Generator())
+    def judged(params: SamplingParams) -> tuple[bool, float]:
+        def probs(*text):
+            return score_probs(engine, params, *text)
 
-    check = verdict(each[0])
-    assert check.passed, check.reason
-    assert not verdict(SamplingParams(temperature=1.0)).passed, "the test would not have noticed"
+        return check_sampled(generations, probs, torch.Generator()).passed, repeats(found, probs)
+
+    passed, excess = judged(each[0])
+    assert passed and abs(excess) < 4
+    passed, excess = judged(SamplingParams(**shared))
+    assert not passed or abs(excess) > 6, "the test would not have noticed"
 
 
 def test_logprobs_are_the_targets_own_and_end_with_the_output(target):
