@@ -5,9 +5,12 @@ Tokens are taken one at a time, so that a block of accepted drafts is cut where 
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from .sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "\ufffd"
 """What a tokenizer gives for bytes that are no whole character."""
@@ -24,16 +27,10 @@ class FinishReason(Enum):
     CANCELLED = "cancelled"
 
 
-class Tokenizer(Protocol):
-    """What this module needs of a transformers tokenizer."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
-
-
 class TextStream:
     """The text of tokens that arrive one by one; a character is given out once all its bytes are there."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", prompt_token_ids: Sequence[int]) -> None:
         self._decode = tokenizer.decode
         # a window of tokens whose text is decoded anew each time: what came out whole, then what came since
         self._window = list(prompt_token_ids[-CONTEXT_TOKENS:])
@@ -58,7 +55,9 @@ class TextStream:
         return self._text(self._window)[self._given :]
 
     def _text(self, token_ids: list[int]) -> str:
-        return self._decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self._decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
 
 
 class Stopper:
@@ -74,7 +73,7 @@ class Stopper:
         end_ids: frozenset[int],
         prompt_token_ids: Sequence[int],
         max_length: int,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
     ) -> None:
         if params.stop and tokenizer is None:
             raise ValueError(
