@@ -131,7 +131,7 @@ def store_and_attend(
         raise ValueError("a plane that is attended to must hold values, found a cache-only plane")
     dispatch.store_kv(k, v, plane.k, plane.v, batch.slot_mapping)
     return dispatch.paged_attention(
-        q.contiguous(),
+        q,
         plane.k,
         plane.v,
         batch.cu_seqlens,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.records import RejectionOutputs
+from ..kernels.records import RejectionOutputs, law_columns
 from .graphs import GraphCache
 from .proposers.base import DraftStep, ObservedRows, Proposer
 from .request import Request
@@ -101,7 +101,7 @@ class Runner:
         self.target, self.proposer, self.table, self.settings, self.graphs = target, proposer, table, settings, graphs
         self.num_draft_tokens = table.num_draft_tokens
         self.spare_slots = max(0, proposer.requirements.lookahead - self.num_draft_tokens)
-        self._token_map: Tensor | None = None
+        self._law_columns: Tensor | None = None  # of the proposer's laws; made once, from the first
         self._buckets: dict[int, Slots] = {}
 
     def launch(self, scheduled: Sequence[ScheduledRequest]) -> Flight:
@@ -273,7 +273,7 @@ class Runner:
             temperature=self.settings.temperature[rows],
             seeds=table.seeds[rows],
             draft_log_probs=None if law is None else law[rows],
-            token_map=None if law is None else self._token_map,
+            law_columns=None if law is None else self._law_columns,
         )
         table.append(rows, verified.token_ids, verified.num_emitted)
         return verified
@@ -334,7 +334,8 @@ class Runner:
         table.set_drafts(drafting, ids * valid, torch.minimum(torch.minimum(drafts.lengths, room), valid.sum(dim=1)))
         if drafts.log_probs is not None:
             table.set_laws(drafting, drafts.log_probs)
-            self._token_map = drafts.token_map
+            if self._law_columns is None and drafts.token_map is not None:
+                self._law_columns = law_columns(drafts.token_map, self.target.vocab_size)
 
     def _results(self, verified: RejectionOutputs, rows: Tensor, num_drafted: Tensor) -> Tensor:
         columns = (verified.num_emitted, verified.failed, num_drafted, self.table.num_drafts[rows])

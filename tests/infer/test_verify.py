@@ -17,6 +17,11 @@ def processed(logits: Tensor, params: SamplingParams) -> Tensor:
     return process_logits(logits, LogitsRows(nowhere, nowhere), settings, tokens, lens, features_of([params]))
 
 
+def rows_of(lengths: list[int]) -> Tensor:
+    """cu_rows of requests with the given numbers of drafts."""
+    return torch.tensor([0, *(length + 1 for length in lengths)]).cumsum(0).int()
+
+
 def decode_chain(table: Tensor, params: SamplingParams, n: int, length: int, num_drafts: int, wrong: bool) -> Tensor:
     """n sampled sequences [n, length] of a Markov target, drafted for with its likeliest (or least likely) tokens."""
     chains, filled = torch.zeros(n, length + num_drafts + 1, dtype=torch.int64), torch.ones(n, dtype=torch.int64)
@@ -26,9 +31,8 @@ def decode_chain(table: Tensor, params: SamplingParams, n: int, length: int, num
         for _ in range(num_drafts):
             tokens.append(best[tokens[-1]])
         rows = table[torch.stack(tokens, dim=1)].flatten(0, 1)
-        drafts = torch.stack(tokens, dim=1)[:, 1:]
-        cu_rows = torch.arange(n + 1, dtype=torch.int32) * (num_drafts + 1)
-        temperature = torch.full((n,), params.temperature)
+        drafts, temperature = torch.stack(tokens, dim=1)[:, 1:], torch.full((n,), params.temperature)
+        cu_rows = rows_of([num_drafts] * n)
         out = verify_drafts(processed(rows, params), drafts, cu_rows, filled, temperature, torch.arange(n))
         for column in range(num_drafts + 1):
             takes = ((column < out.num_emitted) & (filled < chains.shape[1])).nonzero()[:, 0]
@@ -81,8 +85,6 @@ def test_unequal_lengths_use_their_own_rows() -> None:
     logits = torch.full((6, 5), 0.0)
     for row, token in enumerate((1, 2, 3, 4, 0, 2)):
         logits[row, token] = 1.0
-    drafts = torch.tensor([[1, 2], [-1, -1], [0, 4]])
-    cu_rows = torch.tensor([0, 3, 4, 6], dtype=torch.int32)
-    zeros = torch.zeros(3, dtype=torch.int64)
-    out = verify_drafts(logits, drafts, cu_rows, zeros, torch.zeros(3), zeros)
+    drafts, zeros = torch.tensor([[1, 2], [-1, -1], [0, 4]]), torch.zeros(3, dtype=torch.int64)
+    out = verify_drafts(logits, drafts, rows_of([2, 0, 1]), zeros, torch.zeros(3), zeros)
     assert out.token_ids.tolist() == [[1, 2, 3], [4, -1, -1], [0, 2, -1]]

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-CASES = Path(__file__).with_name("triton_cases.py")
+CASES = [str(Path(__file__).with_name(name)) for name in ("triton_cases.py", "triton_attention_cases.py")]
 
 
 def run_cases(environment: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(CASES)]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *CASES]
     result = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
 
