@@ -106,8 +106,8 @@ def test_requests_of_all_kinds_in_one_batch_keep_to_their_own_settings(target):
     ]
     alone = [run(target, NoneProposer(), [prompt], p)[0].token_ids for prompt, p in zip(some, each, strict=True)]
     # two rows only: every request takes the place of an earlier one in the table
-    for size in (2, 8):
-        together = run(target, NoneProposer(), some, each, max_batch_size=size)
+    for size, ahead in ((2, False), (2, True), (8, True)):
+        together = run(target, NoneProposer(), some, each, max_batch_size=size, launch_ahead=ahead)
         assert [o.token_ids for o in together] == alone
     greedy = [i for i, p in enumerate(each) if p.temperature == 0]
     outputs = drafted(target, some, together, each, max_batch_size=3)
