@@ -38,7 +38,7 @@ class EngineConfig:
     max_batch_size: int = 64
     max_length: int | None = None  # None: the target's
     memory_share: float = 0.8  # of what is free when the engine is built; used where num_blocks is None
-    eager: bool = False  # no CUDA graphs, and no step is launched before the last one was read
+    eager: bool = False  # no fused layers, no CUDA graphs, and no step is launched before the last one was read
     launch_ahead: bool | None = None  # launch a step before the last one was read; None: where graphs are used
 
     def __post_init__(self) -> None:
@@ -62,6 +62,12 @@ class Engine:
             )
         requirements = proposer.requirements
         target.capture(requirements.layer_ids)
+        on_gpu = target.device.type == "cuda"
+        self.not_fused: str | None = None  # why the target runs its own code, where it could be fused
+        if on_gpu and not config.eager:
+            self.not_fused = target.fuse()
+        else:
+            target.unfuse()
         specs = (*target.plane_specs, *requirements.planes)
         num_blocks = config.num_blocks or self._num_blocks(specs)
         self.pool = BlockPool(num_blocks, config.block_size)
@@ -73,7 +79,7 @@ class Engine:
         )
         proposer.bind(planes, config.max_batch_size + 1)
         self.settings = SamplingTable(config.max_batch_size + 1, target.vocab_size, target.device)
-        use_graphs = target.device.type == "cuda" and not config.eager and not requirements.on_host
+        use_graphs = on_gpu and not config.eager and not requirements.on_host
         self.runner = Runner(
             target, proposer, self.table, self.settings, GraphCache(target.device) if use_graphs else None
         )

@@ -47,7 +47,7 @@ class RejectionInputs(NamedTuple):
     mode: VerifyMode = VerifyMode.STANDARD
     rates: Tensor | None = None  # SYNTHETIC only: [>= k] float32, the chance to keep draft j once all before it were
 
-    def check_shapes(self) -> None:
+    def check(self) -> None:
         """Raises ValueError when the fields do not belong together; reads no values, so nothing waits for a GPU."""
         if self.target_logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"target_logits must be float32, bfloat16 or float16, found {self.target_logits.dtype}")
@@ -61,6 +61,8 @@ class RejectionInputs(NamedTuple):
         }
         law, columns = self.draft_log_probs, self.law_columns
         if law is not None:
+            if law.dtype != torch.float32:
+                raise ValueError(f"draft_log_probs must be float32, found {law.dtype}")
             expected["draft_log_probs"] = (law, (batch, k, vocab if columns is None else law.shape[-1]))
         if columns is not None:
             if law is None:
@@ -92,3 +94,18 @@ class RejectionOutputs(NamedTuple):
     token_ids: Tensor  # [batch, k + 1] int64; -1 beyond num_emitted
     num_emitted: Tensor  # [batch] int32; accepted drafts + 1, or 0 for a failed request
     failed: Tensor  # [batch] bool; a row that was needed holds NaN or +inf, forbids every token, or does not exist
+
+
+def rope_heads(qkv: Tensor, cos: Tensor, sin: Tensor, k_plane: Tensor, v_plane: Tensor) -> tuple[int, int, int]:
+    """(query heads, key heads, width) of qkv [rows, (q_heads + 2 * kv_heads) * width]; raises ValueError on misfits."""
+    kv_heads, width = k_plane.shape[2:]
+    q_heads, rest = divmod(qkv.shape[1] - 2 * kv_heads * width, width)
+    if v_plane.shape != k_plane.shape or rest or q_heads < kv_heads or width % 2:
+        raise ValueError(
+            f"rows {list(qkv.shape)} must hold whole heads for planes {list(k_plane.shape)} and {list(v_plane.shape)}"
+        )
+    if cos.shape != (qkv.shape[0], width) or sin.shape != cos.shape:
+        raise ValueError(
+            f"cos and sin must turn whole heads, [{qkv.shape[0]}, {width}], found {list(cos.shape)}, {list(sin.shape)}"
+        )
+    return q_heads, kv_heads, width

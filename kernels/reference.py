@@ -1,6 +1,6 @@
 """The kernels in plain PyTorch: the CPU path, and the oracle the Triton kernels are tested against.
 
-Names and signatures are those of `rejection.py`, `sampling.py` and `attention.py`.
+Names and signatures are those of `rejection.py`, `sampling.py`, `attention.py`, `linear.py` and `fused.py`.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .noise import BLOCK_COUNTERS, gumbels, noise_keys, uniforms
-from .records import VOCAB_BLOCK, RejectionInputs, RejectionOutputs, Stream, VerifyMode
+from .records import VOCAB_BLOCK, RejectionInputs, RejectionOutputs, Stream, VerifyMode, rope_heads
 
 SHORT_QUERY = 16
 GROUP_SLOTS = 1024
@@ -42,7 +42,7 @@ def verify(inputs: RejectionInputs, *, fp64_gumbel: bool = False) -> RejectionOu
     are the argmax (lowest id on ties), or by rate in SYNTHETIC, and then gives the argmax. Raises ValueError on fields
     that do not belong together.
     """
-    inputs.check_shapes()
+    inputs.check()
     logits, drafts = inputs.target_logits.float(), inputs.draft_token_ids
     batch, k = drafts.shape
     first = inputs.cu_rows[:-1].long()
@@ -347,3 +347,78 @@ def _attend(
         scores = torch.cat([scores, sink.reshape(group, kv_heads, -1, 1)], dim=-1)
     probs = scores.softmax(dim=-1)[..., : k.shape[2]]
     return (probs @ v.float()).reshape(group, q_heads, num_queries, -1)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x [rows, in] times weight [out, in], summed in float32, plus bias [out] and residual [rows, out]: [rows, out].
+
+    The result has `out_dtype`, that of x when None. In half precision the kernels round once, at the end; here the
+    product is rounded before the residual is added.
+    """
+    out = F.linear(x, weight, bias)
+    if residual is not None:
+        out = out.to(torch.promote_types(out.dtype, torch.float32)) + residual
+    return out.to(out_dtype or x.dtype)
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """silu(gate) * up [rows, width] of x [rows, in], gate and up being the halves of weight [2 * width, in]."""
+    return silu_mul(linear(x, weight, bias))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
+    """x [rows, width] over its root mean square, times weight [width], in the dtype of x.
+
+    As Llama: normalised in float32 whatever the dtype, rounded, then scaled. With `unit_offset` as Gemma: scaled by
+    1 + weight in float32 and rounded once.
+    """
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    if unit_offset:
+        return (wide * (1.0 + weight.float())).to(x.dtype)
+    return (weight * wide.to(x.dtype)).to(x.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up [rows, width] of gate_up [rows, 2 * width], gates first."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rope_store(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    k_plane: Tensor,
+    v_plane: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """Turns the queries and keys of packed rows, writes keys and values to their slots, returns the queries.
+
+    qkv [rows, (q_heads + 2 * kv_heads) * width], heads in that order; cos and sin [rows, width] in transformers'
+    half-split layout; q_norm and k_norm [width] RMS norms of each head before turning, or None; planes [num_blocks,
+    block_size, kv_heads, width]; slot_mapping [rows] int64. Returns [rows, q_heads, width]. Raises ValueError on
+    shapes that do not belong together.
+    """
+    q_heads, kv_heads, width = rope_heads(qkv, cos, sin, k_plane, v_plane)
+    q, k, v = qkv.view(-1, q_heads + 2 * kv_heads, width).split((q_heads, kv_heads, kv_heads), dim=1)
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
+    store_kv(_turn(k, cos, sin), v, k_plane, v_plane, slot_mapping)
+    return _turn(q, cos, sin)
+
+
+def _turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    turned = heads * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
+    return turned.to(heads.dtype)

@@ -33,7 +33,7 @@ _RECOVER = tl.constexpr(int(Stream.RECOVER))
 
 def verify(inputs: RejectionInputs, *, fp64_gumbel: bool = False) -> RejectionOutputs:
     """See `reference.verify`; tensors on one GPU."""
-    inputs.check_shapes()
+    inputs.check()
     logits, drafts = inputs.target_logits, inputs.draft_token_ids.contiguous()
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     vocab, (batch, k) = logits.shape[1], drafts.shape

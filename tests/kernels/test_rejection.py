@@ -371,10 +371,13 @@ def test_rates_belong_to_the_synthetic_mode() -> None:
     assert [mode.lossless for mode in VerifyMode] == [True, True, False]
 
 
-def test_logits_must_be_of_a_floating_type_that_fits() -> None:
-    inputs = make_inputs(8, [2, 1], 6)
+def test_types_are_checked() -> None:
+    inputs = make_inputs(8, [2, 1], 6, with_law=True)
+    assert inputs.draft_log_probs is not None
     with pytest.raises(ValueError, match="target_logits must be float32, bfloat16 or float16, found torch.float64"):
         dispatch.verify(inputs._replace(target_logits=inputs.target_logits.double()))
+    with pytest.raises(ValueError, match="draft_log_probs must be float32, found torch.bfloat16"):
+        dispatch.verify(inputs._replace(draft_log_probs=inputs.draft_log_probs.bfloat16()))
 
 
 def test_a_tiny_temperature_is_greedy_but_for_exact_ties() -> None:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from spectrain.kernels import reference, rejection, sampling
 from spectrain.kernels.records import RejectionInputs, Stream, VerifyMode, law_columns
