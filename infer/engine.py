@@ -13,11 +13,12 @@ import torch
 from .graphs import GraphCache
 from .planes import BlockPool, Planes, PlaneSpec
 from .proposers.base import Proposer, Released
-from .request import FinishReason, Request, RequestOutput
+from .request import Request, RequestOutput
 from .runner import Clock, Flight, Runner, Verified
 from .sampling import SamplingParams, SamplingTable
 from .scheduler import Scheduler
 from .statistics import EngineStatistics, StepKind
+from .stopping import FinishReason, Stopper
 from .table import RequestTable
 from .target import Target
 
@@ -114,8 +115,14 @@ class Engine:
                 f"a request of up to {longest} tokens needs {self.pool.blocks_for(longest)} blocks, the cache has "
                 f"{self.pool.num_blocks - 1}; raise --num-blocks or lower --max-new-tokens"
             )
+        ends = params.end_token_ids(self.target.eos_token_ids)
+        try:
+            params.check_vocabulary(self.target.vocab_size, ends)
+            stopper = Stopper(params, ends, prompt, self.max_length, self.target.tokenizer)
+        except ValueError as error:
+            raise EngineError(str(error)) from error
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        request = Request(self._next_id, prompt, params, seed)
+        request = Request(self._next_id, prompt, params, seed, stopper)
         self._next_id += 1
         self.scheduler.add(request)
         return request.request_id
@@ -201,7 +208,7 @@ class Engine:
     def _admit(self, request: Request) -> None:
         self.table.admit(request, self._limit(request))
         assert request.slot is not None
-        self.settings.set(request.slot, request.params, sorted(self._end_token_ids(request.params)))
+        self.settings.set(request.slot, request.params, sorted(request.stopper.end_ids))
 
     def _limit(self, request: Request) -> int:
         """The number of known tokens at which a request ends."""
@@ -252,29 +259,17 @@ class Engine:
         request.num_drafts = result.num_drafts
         if result.failed:
             request.finish_reason = FinishReason.ERROR
-            request.error = f"the target's logits were not finite after token {len(request.token_ids)}"
+            request.error = (
+                f"the target's logits were not finite, or its settings forbade every token, after token "
+                f"{len(request.token_ids)}"
+            )
             return
-        kept, ends = 0, self._end_token_ids(request.params)
-        for token in result.token_ids:
-            request.token_ids.append(token)
-            kept += 1
-            request.finish_reason = self._stop_reason(request, token, ends)
-            if request.finish_reason:
-                break
+        kept, request.finish_reason = request.stopper.take(result.token_ids)
+        request.token_ids.extend(result.token_ids[:kept])
+        request.logprobs.extend(result.logprobs[:kept])
         request.block_lengths.append(kept)
         request.num_computed = len(request.token_ids) - 1
         self.statistics.count_request(drafted=result.num_drafted, accepted=len(result.token_ids) - 1, emitted=kept)
-
-    def _end_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        own = frozenset() if params.ignore_eos else self.target.eos_token_ids
-        return own | frozenset(params.stop_token_ids)
-
-    def _stop_reason(self, request: Request, token: int, ends: frozenset[int]) -> FinishReason | None:
-        if token in ends and request.num_output_tokens >= request.params.min_tokens:
-            return FinishReason.STOP
-        if request.num_output_tokens >= request.params.max_tokens or len(request.token_ids) >= self.max_length:
-            return FinishReason.LENGTH
-        return None
 
     def _finish(self, request: Request) -> RequestOutput:
         assert request.finish_reason is not None
@@ -288,6 +283,8 @@ class Engine:
             request.finish_reason,
             request.block_lengths,
             request.error,
+            request.stopper.text,
+            None if request.params.logprobs is None else request.logprobs,
         )
 
     def _release(self, request: Request, *, finished: bool) -> None:

@@ -17,7 +17,7 @@ from ..kernels.records import RejectionOutputs, law_columns
 from .graphs import GraphCache
 from .proposers.base import DraftStep, ObservedRows, Proposer
 from .request import Request
-from .sampling import Features, SamplingTable, features_of, process_logits
+from .sampling import NEUTRAL, Features, LogitsRows, SamplingTable, features_of, process_logits, top_logprobs
 from .scheduler import ScheduledRequest
 from .table import Packed, RequestTable
 from .target import Target, TargetOutput
@@ -42,6 +42,7 @@ class Verified(NamedTuple):
     failed: bool  # the target's logits were not finite
     num_drafted: int  # drafts that were verified
     num_drafts: int  # drafts that wait for the next step
+    logprobs: list[dict[int, float]]  # of each token, the token itself first; empty where not asked for
 
 
 class Flight:
@@ -51,32 +52,38 @@ class Flight:
         self.requests, self.samples = requests, samples
         self.ends = ends  # per request: rows in the cache once the step is done; only for those that do not sample
         self.clock = clock
-        self._results: Tensor | None = None
+        self._results: list[Tensor] = []
 
     @property
     def all_sample(self) -> bool:
         return all(self.samples)
 
-    def keep(self, results: Tensor) -> None:
-        """Starts copying results [samplers, k + 5] int64 to the host."""
-        if results.is_cuda:
-            host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
-            host.copy_(results, non_blocking=True)
-            results = host
-        self._results = results
+    def keep(self, results: Sequence[Tensor]) -> None:
+        """Starts copying results, [samplers, k + 5] int64 first, to the host.
+
+        Where log-probabilities were asked for, ids [samplers, k + 1, n + 1] int64 and values float32 follow.
+        """
+        for tensor in results:
+            if tensor.is_cuda:
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                tensor = host.copy_(tensor, non_blocking=True)
+            self._results.append(tensor)
         self.clock.mark("copied")
 
     def land(self) -> list[Verified | None]:
         """The step's results, None for requests that did not sample; waits until the device has them."""
         self.clock.wait("copied")
-        rows = iter([] if self._results is None else self._results.tolist())
+        rows = iter(zip(*(tensor.tolist() for tensor in self._results), strict=True))
         landed: list[Verified | None] = []
-        for samples in self.samples:
+        for request, samples in zip(self.requests, self.samples, strict=True):
             if not samples:
                 landed.append(None)
                 continue
-            *tokens, count, failed, drafted, drafts = next(rows)
-            landed.append(Verified(tokens[:count], bool(failed), drafted, drafts))
+            (*tokens, count, failed, drafted, drafts), *laws = next(rows)
+            wanted, logprobs = request.params.logprobs, []
+            if wanted is not None:
+                logprobs = [dict(zip(ids[: wanted + 1], law, strict=False)) for ids, law in zip(*laws, strict=True)]
+            landed.append(Verified(tokens[:count], bool(failed), drafted, drafts, logprobs[:count]))
         return landed
 
 
@@ -129,8 +136,8 @@ class Runner:
             slots.starts.zero_()
             slots.counts.fill_(1)
             for width in sorted({1, self.num_draft_tokens + 1}):
-                self._run_decode(slots, batch * width, width, frozenset(), None, [])
-                self._run_decode(slots, batch * width, width, frozenset(), self.graphs, [])
+                self._run_decode(slots, batch * width, width, NEUTRAL, None, [])
+                self._run_decode(slots, batch * width, width, NEUTRAL, self.graphs, [])
 
     def _decode(self, flight: Flight, starts: list[int] | None, counts: list[int] | None) -> None:
         """A step in which every request computes its newest token and its drafts, and samples."""
@@ -155,7 +162,7 @@ class Runner:
         wanted = features_of([request.params for request in flight.requests])
         ids = [request.request_id for request in flight.requests]
         results = self._run_decode(slots, num_rows, width, wanted, self.graphs, ids, flight.clock)
-        flight.keep(results[: len(rows)])
+        flight.keep([tensor[: len(rows)] for tensor in results])
 
     def _spans(
         self, rows: "Tensor | list[int]", starts: list[int] | None, counts: list[int] | None
@@ -174,25 +181,26 @@ class Runner:
         graphs: GraphCache | None,
         request_ids: list[int],
         clock: "Clock | None" = None,
-    ) -> Tensor:
-        """Results [batch, k + 5]: tokens, how many, failed, drafts verified, drafts waiting."""
+    ) -> list[Tensor]:
+        """What `Flight.keep` takes: tokens, how many, failed, drafts verified, drafts waiting; log-probabilities."""
         key = (slots.rows.shape[0], width)
 
         def run(name: str, function: Callable, *arguments: object):
             # settings beyond the temperature change which kernels run, so they are not replayed
-            if graphs is None or (name == "verify" and wanted):
+            if graphs is None or (name == "verify" and wanted.edits):
                 return function(*arguments)
             return graphs.run((name, *key), function, *arguments)
 
         packed, output = run("target", self._forward, slots, num_rows, width)
         verified = run("verify", self._verify_all, slots, packed, output, wanted)
+        logprobs = self._logprobs(verified, packed.batch.cu_seqlens, output, wanted)
         if clock is not None:
             clock.mark("verified")
         if self.num_draft_tokens or self.proposer.requirements.observes:
             run("draft", self._draft, slots, packed, output.states, slots.rows, request_ids, request_ids)
         if clock is not None:
             clock.mark("drafted")
-        return self._results(verified, slots.rows, slots.counts - 1)
+        return [self._results(verified, slots.rows, slots.counts - 1), *logprobs]
 
     def _forward(self, slots: Slots, num_rows: int, width: int) -> tuple[Packed, TargetOutput]:
         packed = self.table.pack(*slots, num_rows, max_query_len=width, max_seq_len=self.table.max_length)
@@ -227,24 +235,20 @@ class Runner:
         output = self.target.forward(packed.batch)
         sampling = self._upload([_row_of(rows.request) for rows in samplers])
         num_drafts = self._upload([rows.num_drafts for rows in samplers])
-        verified = None
+        verified, logprobs = None, ()
         if samplers:
-            verified = self._verify(
-                sampling,
-                num_drafts,
-                torch.nn.functional.pad((num_drafts + 1).cumsum(0), (1, 0)).int(),
-                packed.slots[asked_rows],
-                packed.batch.positions[asked_rows],
-                output,
-                features_of([rows.request.params for rows in samplers]),
-            )
+            wanted = features_of([rows.request.params for rows in samplers])
+            cu_rows = torch.nn.functional.pad((num_drafts + 1).cumsum(0), (1, 0)).int()
+            asked_slots, positions = packed.slots[asked_rows], packed.batch.positions[asked_rows]
+            verified = self._verify(sampling, num_drafts, cu_rows, asked_slots, positions, output, wanted)
+            logprobs = self._logprobs(verified, cu_rows, output, wanted)
         flight.clock.mark("verified")
         if self.num_draft_tokens or self.proposer.requirements.observes:
             ids = [rows.request.request_id for rows in scheduled]
             self._draft(slots, packed, output.states, sampling, ids, [rows.request.request_id for rows in samplers])
         flight.clock.mark("drafted")
         if verified is not None:
-            flight.keep(self._results(verified, sampling, num_drafts))
+            flight.keep([self._results(verified, sampling, num_drafts), *logprobs])
 
     def _verify(
         self,
@@ -258,7 +262,8 @@ class Runner:
     ) -> RejectionOutputs:
         """Verifies the drafts of table `rows` [batch] and appends what was emitted."""
         table = self.table
-        logits = process_logits(output.logits, self.settings.of(logits_slots, positions, table.prompt_lens, wanted))
+        where = LogitsRows(logits_slots, positions)
+        logits = process_logits(output.logits, where, self.settings, table.tokens, table.prompt_lens, wanted)
         law = table.draft_laws
         verified = verify_drafts(
             logits,
@@ -272,6 +277,18 @@ class Runner:
         )
         table.append(rows, verified.token_ids, verified.num_emitted)
         return verified
+
+    def _logprobs(
+        self, verified: RejectionOutputs, cu_rows: Tensor, output: TargetOutput, wanted: Features
+    ) -> Sequence[Tensor]:
+        """Ids and log-probabilities [batch, k + 1, n + 1] of the emitted tokens, nothing where nobody asked."""
+        if wanted.logprobs is None:
+            return ()
+        batch, width = verified.token_ids.shape
+        rows = cu_rows[:-1, None] + torch.arange(width, device=cu_rows.device)
+        rows = rows.clamp(max=output.logits.shape[0] - 1).flatten()
+        found = top_logprobs(output.logits, rows, verified.token_ids.flatten(), wanted.logprobs)
+        return [tensor.view(batch, width, -1) for tensor in found]
 
     def _draft(
         self,
