@@ -1,9 +1,10 @@
 """Linear layers of a few rows in Triton: each weight is read from memory once, at the speed of the memory.
 
 One program owns a few output columns and walks its inputs in order, with several blocks of weights on their way; its
-warps share each block by inputs, so that none reads what another does. A row is padded into a tile of 16 or 32 rows,
-sizes at which the tensor cores are given the same instruction; how the inputs are cut depends on the weight alone. So a row's result is the same bits whatever rows stand beside it: a draft token is
-verified by the very numbers that plain decoding would have computed. More than `MAX_ROWS` rows go to the library.
+warps share each block by inputs, so that none reads what another does. A row is padded into a tile of 16, 32 or 64
+rows, which as a batch of products by slice of inputs are all given the same instruction; how the inputs are cut depends
+on the weight alone. So a row's result is the same bits whatever rows stand beside it: a draft token is verified by the
+very numbers that plain decoding would have computed. More than `MAX_ROWS` rows go to the library.
 
 While the kernel before it still runs, a program already asks for its first weights, so the memory is never idle.
 """
@@ -129,8 +130,7 @@ def _launch(
         EVEN=num_in % split_in == 0 and split_in % config.block_k == 0,
         PARTIAL=config.splits > 1,
         GATED=gated,
-        BLOCK_M=16 if rows <= 16 else 32,
-        TILES=1 if rows <= 32 else 2,
+        BLOCK_M=max(16, triton.next_power_of_2(rows)),
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         SLICES=config.warps,
@@ -149,10 +149,10 @@ def _launch(
 def _linear_kernel(
     x, weight, out, bias, residual, rows, num_out, weight_stride,
     IN: tl.constexpr, SPLIT_IN: tl.constexpr, EVEN: tl.constexpr, PARTIAL: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr, LINES: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    LINES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """M rows of x, N output columns, K inputs, a slice of them to each warp; a second tile of rows shares the weights."""
+    """M rows of x, N output columns, K inputs, of which each warp has its slice."""
     split = tl.program_id(1)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, BLOCK_M)
@@ -162,7 +162,7 @@ def _linear_kernel(
     w_at = weight + read.to(tl.int64)[None, None, :] * weight_stride + first + lane[:, :, None]
     u_at = weight + (read + num_out).to(tl.int64)[None, None, :] * weight_stride + first + lane[:, :, None]
     x_at = x + row[None, :, None] * IN + first + lane[:, None, :]
-    high, low = (row < rows)[None, :, None], (row + BLOCK_M < rows)[None, :, None]
+    live = (row < rows)[None, :, None]
 
     if OVERLAP:
         if tl.program_id(0) < FIRST_PROGRAMS:
@@ -175,29 +175,34 @@ def _linear_kernel(
         gdc_launch_dependents()
 
     acc = tl.zeros([SLICES, BLOCK_M, BLOCK_N], tl.float32)
-    acc_up, acc_low, acc_low_up = acc, acc, acc
+    acc_up = acc
     for k in range(0, SPLIT_IN, BLOCK_K):
         inside = lane + k < tl.minimum(SPLIT_IN, IN - first)
         w = tl.load(w_at + k) if EVEN else tl.load(w_at + k, mask=inside[:, :, None], other=0.0)
-        a_mask = high if EVEN else high & inside[:, None, :]
-        a = tl.load(x_at + k, mask=a_mask, other=0.0)
-        b = a
-        acc = tl.dot(a, w, acc, input_precision="ieee")
-        if TILES == 2:
-            b_mask = low if EVEN else low & inside[:, None, :]
-            b = tl.load(x_at + k + BLOCK_M * IN, mask=b_mask, other=0.0)
-            acc_low = tl.dot(b, w, acc_low, input_precision="ieee")
+        rows_of_x = tl.load(x_at + k, mask=live if EVEN else live & inside[:, None, :], other=0.0)
+        acc = tl.dot(rows_of_x, w, acc, input_precision="ieee")
         if GATED:
             u = tl.load(u_at + k) if EVEN else tl.load(u_at + k, mask=inside[:, :, None], other=0.0)
-            acc_up = tl.dot(a, u, acc_up, input_precision="ieee")
-            if TILES == 2:
-                acc_low_up = tl.dot(b, u, acc_low_up, input_precision="ieee")
+            acc_up = tl.dot(rows_of_x, u, acc_up, input_precision="ieee")
 
+    total, total_up = tl.sum(acc, 0), tl.sum(acc_up, 0)
+    inside = column < num_out
+    stored = (row < rows)[:, None] & inside[None, :]
+    at = row.to(tl.int64)[:, None] * num_out + column[None, :]
     if PARTIAL:
-        out += split.to(tl.int64) * rows * num_out
-    _finish(acc, acc_up, x, out, bias, residual, row, column, rows, num_out, PARTIAL, GATED)
-    if TILES == 2:
-        _finish(acc_low, acc_low_up, x, out, bias, residual, row + BLOCK_M, column, rows, num_out, PARTIAL, GATED)
+        at += split.to(tl.int64) * rows * num_out
+    if not PARTIAL:
+        if bias is not None:
+            total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if residual is not None:
+            total += tl.load(residual + at, mask=stored, other=0.0).to(tl.float32)
+    if GATED:
+        if bias is not None:
+            total_up += tl.load(bias + num_out + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        dtype = x.dtype.element_ty
+        gate, up = total.to(dtype).to(tl.float32), total_up.to(dtype).to(tl.float32)
+        total = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=stored)
 
 
 @triton.jit
@@ -211,28 +216,6 @@ def _prefetch(pointers):
         is_pure=False,
         pack=1,
     )
-
-
-@triton.jit
-def _finish(
-    acc, acc_up, x, out, bias, residual, row, column, rows, num_out, PARTIAL: tl.constexpr, GATED: tl.constexpr
-):  # fmt: skip
-    acc, acc_up = tl.sum(acc, 0), tl.sum(acc_up, 0)
-    inside = column < num_out
-    live = (row < rows)[:, None] & inside[None, :]
-    at = row.to(tl.int64)[:, None] * num_out + column[None, :]
-    if not PARTIAL:
-        if bias is not None:
-            acc += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-        if residual is not None:
-            acc += tl.load(residual + at, mask=live, other=0.0).to(tl.float32)
-    if GATED:
-        if bias is not None:
-            acc_up += tl.load(bias + num_out + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-        gate = acc.to(x.dtype.element_ty).to(tl.float32)
-        up = acc_up.to(x.dtype.element_ty).to(tl.float32)
-        acc = (gate * tl.sigmoid(gate)).to(x.dtype.element_ty).to(tl.float32) * up
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["rows"])
