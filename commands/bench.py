@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import Device, Dtype, Model, Overwrite
+from .options import Device, Dtype, Eager, Model, Overwrite
 
 if TYPE_CHECKING:
     from ..infer.report import MethodResult
@@ -39,6 +39,7 @@ def generate(
     limit: Limit = 10,
     max_new_tokens: MaxNewTokens = 128,
     num_draft_tokens: NumDraftTokens = None,
+    eager: Eager = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     out: Out = Path("bench"),
@@ -55,6 +56,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         limit=limit,
         batch_size=1,
+        eager=eager,
         device=device,
         dtype=dtype,
         out=out,

@@ -17,6 +17,7 @@ def build_engine(
     batch_size: int,
     longest: int,
     num_blocks: int | None = None,
+    eager: bool = False,
 ) -> Engine:
     """An engine whose cache holds a full batch of `longest` tokens each, as far as memory goes.
 
@@ -28,6 +29,7 @@ def build_engine(
         max_batch_tokens=max(STEP_TOKENS, batch_size * (num_draft_tokens + 1)),
         max_batch_size=batch_size,
         max_length=max(longest, num_draft_tokens + 1),
+        eager=eager,
     )
     if target.device.type == "cuda":
         torch.cuda.empty_cache()

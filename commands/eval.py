@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from .options import AllowPackage, Device, Dtype, MaxLength, Model, Overwrite, Seed
+from .options import AllowPackage, Device, Dtype, Eager, MaxLength, Model, Overwrite, Seed
 
 if TYPE_CHECKING:
     from ..heads.folder import LoadedHead
@@ -52,6 +52,7 @@ class Options(NamedTuple):
     raw: bool = False
     all_turns: bool = False
     ignore_eos: bool = False
+    eager: bool = False
     device: str = "auto"
     dtype: str = "auto"
     out: Path = Path("eval")
@@ -96,6 +97,7 @@ def evaluate(
     raw: Raw = False,
     all_turns: AllTurns = False,
     ignore_eos: IgnoreEos = False,
+    eager: Eager = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     out: Out = Path("eval"),
@@ -319,6 +321,7 @@ def _builder(
             batch_size=batch_size,
             longest=longest,
             num_blocks=options.num_blocks,
+            eager=options.eager,
         )
 
     return build

@@ -13,4 +13,5 @@ Dtype = Annotated[DtypeName, typer.Option(help="Compute type; auto: bfloat16 on 
 MaxLength = Annotated[int | None, typer.Option(help="Longest prompt and output together; else the target's limit.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything drawn; the same seed gives the same output.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result in the output folder.")]
+Eager = Annotated[bool, typer.Option("--eager", help="On a GPU: no CUDA graphs, every step waits for the last one.")]
 AllowPackage = Annotated[list[str] | None, typer.Option(help="A package a head of yours may import its classes from.")]

@@ -50,6 +50,7 @@ class StateExtractor:
                 max_batch_tokens=batch_tokens,
                 max_batch_size=MAX_BATCH_SIZE,
                 max_length=max_length,
+                eager=True,  # prompts alone: nothing to record
             ),
         )
 

@@ -149,7 +149,7 @@ def attend(
     if plane.v is None:
         raise ValueError("a plane that is attended to must hold values, found a cache-only plane")
     return dispatch.paged_attention(
-        q.contiguous(),
+        q,
         plane.k,
         plane.v,
         batch.cu_seqlens,

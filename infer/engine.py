@@ -4,18 +4,21 @@ Plain decoding is a proposer that proposes nothing; it runs in the same loop as 
 """
 
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from .graphs import GraphCache
 from .planes import BlockPool, Planes, PlaneSpec
-from .proposers.base import Proposer
+from .proposers.base import Proposer, Released
 from .request import FinishReason, Request, RequestOutput
-from .runner import Runner, StepResult, Stopwatch
-from .sampling import SamplingParams
-from .scheduler import ScheduledRequest, Scheduler
-from .statistics import EngineStatistics
+from .runner import Clock, Flight, Runner, Verified
+from .sampling import SamplingParams, SamplingTable
+from .scheduler import Scheduler
+from .statistics import EngineStatistics, StepKind
+from .table import RequestTable
 from .target import Target
 
 
@@ -34,6 +37,8 @@ class EngineConfig:
     max_batch_size: int = 64
     max_length: int | None = None  # None: the target's
     memory_share: float = 0.8  # of what is free when the engine is built; used where num_blocks is None
+    eager: bool = False  # no fused layers, no CUDA graphs, and no step is launched before the last one was read
+    launch_ahead: bool | None = None  # launch a step before the last one was read; None: where graphs are used
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_batch_tokens", "max_batch_size"):
@@ -56,16 +61,36 @@ class Engine:
             )
         requirements = proposer.requirements
         target.capture(requirements.layer_ids)
+        on_gpu = target.device.type == "cuda"
+        self.not_fused: str | None = None  # why the target runs its own code, where it could be fused
+        if on_gpu and not config.eager:
+            self.not_fused = target.fuse()
+        else:
+            target.unfuse()
         specs = (*target.plane_specs, *requirements.planes)
         num_blocks = config.num_blocks or self._num_blocks(specs)
         self.pool = BlockPool(num_blocks, config.block_size)
         planes = Planes(specs, num_blocks, config.block_size, target.device)
         target.bind(planes)
-        proposer.bind(planes)
         self.scheduler = Scheduler(self.pool, config.max_batch_tokens, config.max_batch_size)
-        self.runner = Runner(target, proposer, self.pool, config.num_draft_tokens)
+        self.table = RequestTable(
+            config.max_batch_size, self.max_length, config.num_draft_tokens, config.block_size, target.device
+        )
+        proposer.bind(planes, config.max_batch_size + 1)
+        self.settings = SamplingTable(config.max_batch_size + 1, target.vocab_size, target.device)
+        use_graphs = on_gpu and not config.eager and not requirements.on_host
+        self.runner = Runner(
+            target, proposer, self.table, self.settings, GraphCache(target.device) if use_graphs else None
+        )
+        launch_ahead = use_graphs if config.launch_ahead is None else config.launch_ahead
+        fits = config.max_batch_size * (config.num_draft_tokens + 1) <= config.max_batch_tokens
+        self._ahead = launch_ahead and fits and not requirements.on_host
+        self._flight: Flight | None = None
+        self._last_clock: Clock | None = None
         self.statistics = EngineStatistics()
         self._next_id = 0
+        with torch.inference_mode():
+            self.runner.capture(config.max_batch_size)
 
     def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
         """Queues a prompt and returns its request id; raises EngineError if it can never run."""
@@ -106,32 +131,15 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """Computes one batch; returns the requests that finished in it."""
-        watch = Stopwatch(self.target.device)
-        scheduled, preempted = self.scheduler.schedule()
-        for request in preempted:
-            self.proposer.release(request.request_id, finished=False)
-            self.scheduler.requeue(request)
-            self.statistics.num_preemptions += 1
-        if not scheduled:
-            assert preempted or not self.has_unfinished(), "requests wait and nothing can run: blocks were lost"
+        """Computes one batch; returns the requests that finished in it.
+
+        Where steps are launched ahead, the next one is already running when this returns.
+        """
+        flight = self._flight or self._launch()
+        if flight is None:
             return []
-        result = self.runner.run_target(scheduled)
-        kept = [self._commit(rows, result, i) for i, rows in enumerate(scheduled)]
-        target_seconds = watch.lap()
-        self.runner.observe(scheduled, result, kept)
-        outputs = [self._finish(rows.request) for rows in scheduled if rows.request.finish_reason]
-        running = [rows.request for rows in scheduled if not rows.request.finish_reason and rows.request.is_decoding]
-        if self.config.num_draft_tokens:
-            self.runner.propose(running, self.max_length)
-        drafted = any(rows.num_drafts for rows in scheduled)
-        prompts = any(rows.num_tokens - rows.num_drafts > 1 or not rows.samples for rows in scheduled)
-        self.statistics.count_step(
-            "prefill" if prompts else "verify" if drafted else "decode",
-            target_seconds=target_seconds,
-            draft_seconds=watch.lap(),
-        )
-        return outputs
+        self._flight = self._launch_ahead(flight)
+        return self._land(flight)
 
     def generate(
         self,
@@ -142,39 +150,119 @@ class Engine:
         """Runs prompts to the end; outputs in the order of the prompts."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         ids = [self.add_request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
-        watch = Stopwatch(self.target.device)
+        start = time.perf_counter()
         outputs: dict[int, RequestOutput] = {}
         while self.has_unfinished():
             for output in self.step():
                 outputs[output.request_id] = output
                 if on_finish is not None:
                     on_finish(output)
-        self.statistics.wall_seconds += watch.lap()
+        self.statistics.wall_seconds += time.perf_counter() - start
         return [outputs[request_id] for request_id in ids]
 
-    def _commit(self, rows: ScheduledRequest, result: StepResult, i: int) -> int:
-        """Appends what was emitted up to the first stop; returns how many tokens were kept."""
-        request = rows.request
-        request.num_computed = rows.start + rows.num_tokens
-        if not rows.samples:
-            return 0
-        request.drop_drafts()
-        if result.failed[i]:
+    def _launch(self) -> Flight | None:
+        """Starts the step the scheduler asks for; nothing is in flight."""
+        scheduled, preempted = self.scheduler.schedule()
+        for request in preempted:
+            self._release(request, finished=False)
+            self.scheduler.requeue(request)
+            self.statistics.num_preemptions += 1
+        if not scheduled:
+            assert preempted or not self.has_unfinished(), "requests wait and nothing can run: blocks were lost"
+            return None
+        for rows in scheduled:
+            request = rows.request
+            if request.slot is None:
+                self._admit(request)
+            if rows.samples:
+                # blocks for what this step emits and the drafts after it; where they run short the request drafts less
+                wanted = len(request.token_ids) + rows.num_drafts + 1 + self.config.num_draft_tokens
+                self.pool.grow_within(request.block_table, self._slots(request, wanted))
+        return self.runner.launch(scheduled)
+
+    def _launch_ahead(self, flight: Flight) -> Flight | None:
+        """Starts the decoding step after `flight` if the host need decide nothing in between."""
+        if not self._ahead or not flight.all_sample or self.scheduler.can_admit():
+            return None
+        k = self.config.num_draft_tokens
+        ahead = [r for r in flight.requests if not r.finish_reason and len(r.token_ids) + 1 < self._limit(r)]
+        # the flight emits up to k + 1 tokens, this step as many, and drafts wait behind them
+        if not ahead:
+            return None
+        for request in ahead:
+            wanted = self._slots(request, len(request.token_ids) + 2 * (k + 1) + k)
+            if not self.pool.grow(request.block_table, wanted):
+                return None
+        return self.runner.launch_ahead(ahead)
+
+    def _admit(self, request: Request) -> None:
+        self.table.admit(request, self._limit(request))
+        assert request.slot is not None
+        self.settings.set(request.slot, request.params, sorted(self._end_token_ids(request.params)))
+
+    def _limit(self, request: Request) -> int:
+        """The number of known tokens at which a request ends."""
+        return min(len(request.prompt_token_ids) + request.params.max_tokens, self.max_length)
+
+    def _slots(self, request: Request, num_tokens: int) -> int:
+        """Slots that `num_tokens` known and drafted tokens may need."""
+        return min(num_tokens, self._limit(request)) + self.runner.spare_slots
+
+    def _land(self, flight: Flight) -> list[RequestOutput]:
+        """Reads a step: appends what it emitted and ends the requests that are done."""
+        results = flight.land()
+        outputs: list[RequestOutput] = []
+        prompts = drafted = landed = False
+        for i, (request, result) in enumerate(zip(flight.requests, results, strict=True)):
+            if request.finish_reason:
+                continue  # it ended while this step was in flight
+            landed = True
+            if result is None:
+                prompts = True
+                request.num_computed = flight.ends[i]
+                continue
+            prompts |= not request.is_decoding
+            drafted |= result.num_drafted > 0
+            self._commit(request, result)
+            if request.finish_reason:
+                outputs.append(self._finish(request))
+        if landed:
+            self._count_step(flight, "prefill" if prompts else "verify" if drafted else "decode")
+        if not self.has_unfinished():
+            self._flight = self._last_clock = None
+        return outputs
+
+    def _count_step(self, flight: Flight, kind: StepKind) -> None:
+        clock, before = flight.clock, self._last_clock
+        self.statistics.count_step(
+            kind,
+            # what lies between two steps belongs to the later one
+            target_seconds=clock.seconds("drafted" if before else "started", "verified", since=before),
+            draft_seconds=clock.seconds("verified", "drafted"),
+        )
+        self._last_clock = clock
+
+    def _commit(self, request: Request, result: Verified) -> None:
+        """Appends what was emitted up to the first stop."""
+        request.num_drafts = result.num_drafts
+        if result.failed:
             request.finish_reason = FinishReason.ERROR
             request.error = f"the target's logits were not finite after token {len(request.token_ids)}"
-            return 0
-        emitted, kept = result.emitted[i], 0
-        ends = self.runner.end_token_ids(request.params)
-        for token in emitted:
+            return
+        kept, ends = 0, self._end_token_ids(request.params)
+        for token in result.token_ids:
             request.token_ids.append(token)
             kept += 1
             request.finish_reason = self._stop_reason(request, token, ends)
             if request.finish_reason:
                 break
         request.block_lengths.append(kept)
-        request.num_computed = rows.start + rows.num_tokens - rows.num_drafts + kept - 1
-        self.statistics.count_request(drafted=rows.num_drafts, accepted=len(emitted) - 1, emitted=kept)
-        return kept
+        request.num_computed = len(request.token_ids) - 1
+        self.statistics.count_request(drafted=result.num_drafted, accepted=len(result.token_ids) - 1, emitted=kept)
+
+    def _end_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        own = frozenset() if params.ignore_eos else self.target.eos_token_ids
+        return own | frozenset(params.stop_token_ids)
 
     def _stop_reason(self, request: Request, token: int, ends: frozenset[int]) -> FinishReason | None:
         if token in ends and request.num_output_tokens >= request.params.min_tokens:
@@ -185,7 +273,7 @@ class Engine:
 
     def _finish(self, request: Request) -> RequestOutput:
         assert request.finish_reason is not None
-        self.proposer.release(request.request_id, finished=request.finish_reason is not FinishReason.CANCELLED)
+        self._release(request, finished=request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH))
         self.scheduler.finish(request)
         return RequestOutput(
             request.request_id,
@@ -195,6 +283,12 @@ class Engine:
             request.block_lengths,
             request.error,
         )
+
+    def _release(self, request: Request, *, finished: bool) -> None:
+        """Tells the proposer, whose rows of the request are still in its blocks, and gives the table row back."""
+        released = Released(request.request_id, request.block_table, request.num_computed, finished)
+        self.proposer.release(released)
+        self.table.release(request)
 
     def _num_blocks(self, specs: Sequence[PlaneSpec]) -> int:
         """Blocks for a full batch of full contexts, or as many as the free memory holds."""

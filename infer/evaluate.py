@@ -168,11 +168,19 @@ def _check_equal(
     if work.dtype in (torch.float32, torch.float64) or not verdict.divergences:
         return verdict
     del engine
-    # low precision rounds by the shape of the batch; what plain decoding shows against itself is the measure
-    other_size = 2 * work.batch_size if work.batch_size == 1 else (work.batch_size + 1) // 2
-    engine = build(0, other_size)
-    other = _run(work, engine, partial(progress, f"plain decoding, batch {other_size}"))
-    differences = count_differences(first, [_generation(o) for o in other.outputs])
+    # low precision rounds by the shape of the batch; what plain decoding shows against itself is the measure, with as
+    # many rows a step as verification has: every prompt k + 1 times
+    copies = work.num_draft_tokens + 1
+    repeated = replace(
+        work,
+        prompts=[prompt for prompt in work.prompts for _ in range(copies)],
+        params=[params for params in work.params for _ in range(copies)],
+        batch_size=work.batch_size * copies,
+    )
+    engine = build(0, repeated.batch_size)
+    phase = f"plain decoding, batch {repeated.batch_size}"
+    other = _run(repeated, engine, lambda finished: progress(phase, finished // copies))
+    differences = count_differences(first, [_generation(o) for o in other.outputs[::copies]])
     return check_greedy(first, second, partial(score_rows, engine), work.dtype, differences)
 
 

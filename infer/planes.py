@@ -85,6 +85,11 @@ class BlockPool:
             block_table.append(self._free.pop())
         return True
 
+    def grow_within(self, block_table: list[int], num_tokens: int) -> None:
+        """Extends a table in place towards `num_tokens` slots as far as the free blocks go."""
+        held = len(block_table) * self.block_size
+        self.grow(block_table, min(num_tokens, held + self.num_free * self.block_size))
+
     def release(self, block_table: list[int]) -> None:
         """Takes every block of a table back and empties it."""
         self._free.extend(reversed(block_table))

@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
-
-from torch import Tensor
 
 from .sampling import SamplingParams
 
@@ -18,20 +15,12 @@ class FinishReason(Enum):
     CANCELLED = "cancelled"
 
 
-class DraftLaw(NamedTuple):
-    """Where the law of a request's drafts is kept: row `row` of one propose call's log_probs."""
-
-    log_probs: Tensor  # [batch, k, draft_vocab] float32
-    token_map: Tensor | None  # [draft_vocab] int64
-    row: int
-
-
 @dataclass(eq=False)
 class Request:
     """One sequence on its way through the engine.
 
-    `token_ids` are the known tokens, prompt first. Rows `0..num_computed-1` are in the cache. `drafts` wait to be
-    verified in the next step; they are no part of the known tokens.
+    `token_ids` are the known tokens, prompt first. Rows `0..num_computed-1` are in the cache. `num_drafts` drafts wait
+    in the request table to be verified in the next step; they are no part of the known tokens.
     """
 
     request_id: int
@@ -41,8 +30,8 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
-    drafts: list[int] = field(default_factory=list)
-    draft_law: DraftLaw | None = None
+    num_drafts: int = 0
+    slot: int | None = None  # row of the request table while it runs
     block_lengths: list[int] = field(default_factory=list)  # tokens kept of each verification step, in order
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
@@ -63,9 +52,6 @@ class Request:
     def is_decoding(self) -> bool:
         """Whether every known token but the newest is in the cache."""
         return self.num_computed == len(self.token_ids) - 1
-
-    def drop_drafts(self) -> None:
-        self.drafts, self.draft_law = [], None
 
 
 @dataclass(frozen=True)

@@ -1,230 +1,374 @@
-"""One step on the device: packed rows -> target -> verification -> observation -> drafts.
+"""One step on the device: packed rows -> target -> verification -> observation -> drafts, without waiting for the host.
 
-The runner moves rows and tokens; it decides nothing about who runs (scheduler) or when a request ends (engine).
+The runner moves rows and tokens; it decides nothing about who runs (scheduler) or when a request ends (engine). What a
+step needs of a request stands in the request table, so a step of decoding requests can be launched before the host has
+read the step before it.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .batch import PackedBatch
-from .planes import BlockPool
-from .proposers.base import Drafts, DraftStep, ObservedRows, Proposer
-from .request import DraftLaw, Request
-from .sampling import SamplingParams, process_logits, row_settings
+from ..kernels.records import RejectionOutputs, law_columns
+from .graphs import GraphCache
+from .proposers.base import DraftStep, ObservedRows, Proposer
+from .request import Request
+from .sampling import Features, SamplingTable, features_of, process_logits
 from .scheduler import ScheduledRequest
-from .target import Target
+from .table import Packed, RequestTable
+from .target import Target, TargetOutput
 from .verify import verify_drafts
 
+BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+"""Numbers of requests a CUDA graph is captured for; beyond the last one batches grow by its size."""
 
-class StepResult(NamedTuple):
-    """What the target and the verifier said, on the host."""
 
-    emitted: list[list[int]]  # per scheduled request; empty where it did not sample
-    failed: list[bool]
-    states: Tensor | None  # [num_tokens, num_layer_ids, hidden] of every row
-    batch: PackedBatch
+class Slots(NamedTuple):
+    """Who takes part in a step; on the device, [batch] int64 each."""
+
+    rows: Tensor  # of the request table
+    starts: Tensor  # first position computed
+    counts: Tensor  # positions computed
+
+
+class Verified(NamedTuple):
+    """What one step said about one request that sampled, on the host."""
+
+    token_ids: list[int]
+    failed: bool  # the target's logits were not finite
+    num_drafted: int  # drafts that were verified
+    num_drafts: int  # drafts that wait for the next step
+
+
+class Flight:
+    """A launched step. `land` waits for it."""
+
+    def __init__(self, requests: list[Request], samples: list[bool], ends: list[int], clock: "Clock") -> None:
+        self.requests, self.samples = requests, samples
+        self.ends = ends  # per request: rows in the cache once the step is done; only for those that do not sample
+        self.clock = clock
+        self._results: Tensor | None = None
+
+    @property
+    def all_sample(self) -> bool:
+        return all(self.samples)
+
+    def keep(self, results: Tensor) -> None:
+        """Starts copying results [samplers, k + 5] int64 to the host."""
+        if results.is_cuda:
+            host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
+            host.copy_(results, non_blocking=True)
+            results = host
+        self._results = results
+        self.clock.mark("copied")
+
+    def land(self) -> list[Verified | None]:
+        """The step's results, None for requests that did not sample; waits until the device has them."""
+        self.clock.wait("copied")
+        rows = iter([] if self._results is None else self._results.tolist())
+        landed: list[Verified | None] = []
+        for samples in self.samples:
+            if not samples:
+                landed.append(None)
+                continue
+            *tokens, count, failed, drafted, drafts = next(rows)
+            landed.append(Verified(tokens[:count], bool(failed), drafted, drafts))
+        return landed
 
 
 class Runner:
     """Builds packed batches and calls target, verifier and proposer."""
 
-    def __init__(self, target: Target, proposer: Proposer, pool: BlockPool, num_draft_tokens: int) -> None:
-        self.target, self.proposer, self.pool = target, proposer, pool
-        self.num_draft_tokens = num_draft_tokens
+    def __init__(
+        self,
+        target: Target,
+        proposer: Proposer,
+        table: RequestTable,
+        settings: SamplingTable,
+        graphs: GraphCache | None,
+    ) -> None:
+        self.target, self.proposer, self.table, self.settings, self.graphs = target, proposer, table, settings, graphs
+        self.num_draft_tokens = table.num_draft_tokens
+        self.spare_slots = max(0, proposer.requirements.lookahead - self.num_draft_tokens)
+        self._law_columns: Tensor | None = None  # of the proposer's laws; made once, from the first
+        self._buckets: dict[int, Slots] = {}
 
-    def run_target(self, scheduled: Sequence[ScheduledRequest]) -> StepResult:
-        """Computes every scheduled row and verifies the drafts among them."""
-        batch = self._pack(scheduled)
-        output = self.target.forward(batch)
+    def launch(self, scheduled: Sequence[ScheduledRequest]) -> Flight:
+        """Starts a step whose rows the host knows."""
+        requests = [rows.request for rows in scheduled]
+        samples = [rows.samples for rows in scheduled]
+        flight = Flight(
+            requests, samples, [rows.start + rows.num_tokens for rows in scheduled], Clock(self.table.device)
+        )
+        self.table.write_blocks(requests)
+        if flight.all_sample and all(rows.num_tokens == rows.num_drafts + 1 for rows in scheduled):
+            starts, counts = [rows.start for rows in scheduled], [rows.num_tokens for rows in scheduled]
+            self._decode(flight, starts, counts)
+        else:
+            self._mixed(flight, scheduled)
+        return flight
+
+    def launch_ahead(self, requests: list[Request]) -> Flight:
+        """Starts a step of decoding requests of which an earlier step is still in flight."""
+        flight = Flight(requests, [True] * len(requests), [], Clock(self.table.device))
+        self.table.write_blocks(requests)
+        self._decode(flight, None, None)
+        return flight
+
+    def capture(self, max_batch_size: int) -> None:
+        """Captures the graphs of every bucket up to `max_batch_size`, on rows that belong to nobody."""
+        if self.graphs is None:
+            return
+        for batch in sorted({_bucket(n) for n in range(1, max_batch_size + 1)}, reverse=True):
+            slots = self._slots_of(batch)
+            slots.rows.fill_(self.table.nobody)
+            slots.starts.zero_()
+            slots.counts.fill_(1)
+            for width in sorted({1, self.num_draft_tokens + 1}):
+                self._run_decode(slots, batch * width, width, frozenset(), None, [])
+                self._run_decode(slots, batch * width, width, frozenset(), self.graphs, [])
+
+    def _decode(self, flight: Flight, starts: list[int] | None, counts: list[int] | None) -> None:
+        """A step in which every request computes its newest token and its drafts, and samples."""
+        rows = [_row_of(request) for request in flight.requests]
+        width = self.num_draft_tokens + 1 if counts is None else max(counts)
+        batch = len(rows)
+        if self.graphs is None:
+            slots = Slots(self._upload(rows), *self._spans(rows, starts, counts))
+            num_rows = batch * width if counts is None else sum(counts)
+        else:
+            batch, width = _bucket(batch), 1 if width == 1 else self.num_draft_tokens + 1
+            slots, num_rows = self._slots_of(batch), batch * width
+            padding = batch - len(rows)
+            slots.rows.copy_(self._upload(rows + [self.table.nobody] * padding))
+            spans = self._spans(
+                slots.rows,
+                None if starts is None else starts + [0] * padding,
+                None if counts is None else counts + [1] * padding,
+            )
+            slots.starts.copy_(spans[0])
+            slots.counts.copy_(spans[1])
+        wanted = features_of([request.params for request in flight.requests])
+        ids = [request.request_id for request in flight.requests]
+        results = self._run_decode(slots, num_rows, width, wanted, self.graphs, ids, flight.clock)
+        flight.keep(results[: len(rows)])
+
+    def _spans(
+        self, rows: "Tensor | list[int]", starts: list[int] | None, counts: list[int] | None
+    ) -> tuple[Tensor, Tensor]:
+        if starts is not None and counts is not None:
+            return self._upload(starts), self._upload(counts)
+        index = self._upload(rows) if isinstance(rows, list) else rows
+        return self.table.num_known[index] - 1, self.table.num_drafts[index] + 1
+
+    def _run_decode(
+        self,
+        slots: Slots,
+        num_rows: int,
+        width: int,
+        wanted: Features,
+        graphs: GraphCache | None,
+        request_ids: list[int],
+        clock: "Clock | None" = None,
+    ) -> Tensor:
+        """Results [batch, k + 5]: tokens, how many, failed, drafts verified, drafts waiting."""
+        key = (slots.rows.shape[0], width)
+
+        def run(name: str, function: Callable, *arguments: object):
+            # settings beyond the temperature change which kernels run, so they are not replayed
+            if graphs is None or (name == "verify" and wanted):
+                return function(*arguments)
+            return graphs.run((name, *key), function, *arguments)
+
+        packed, output = run("target", self._forward, slots, num_rows, width)
+        verified = run("verify", self._verify_all, slots, packed, output, wanted)
+        if clock is not None:
+            clock.mark("verified")
+        if self.num_draft_tokens or self.proposer.requirements.observes:
+            run("draft", self._draft, slots, packed, output.states, slots.rows, request_ids, request_ids)
+        if clock is not None:
+            clock.mark("drafted")
+        return self._results(verified, slots.rows, slots.counts - 1)
+
+    def _forward(self, slots: Slots, num_rows: int, width: int) -> tuple[Packed, TargetOutput]:
+        packed = self.table.pack(*slots, num_rows, max_query_len=width, max_seq_len=self.table.max_length)
+        return packed, self.target.forward(packed.batch)
+
+    def _verify_all(self, slots: Slots, packed: Packed, output: TargetOutput, wanted: Features) -> RejectionOutputs:
+        return self._verify(
+            slots.rows, slots.counts - 1, packed.batch.cu_seqlens, packed.slots, packed.batch.positions, output, wanted
+        )
+
+    def _mixed(self, flight: Flight, scheduled: Sequence[ScheduledRequest]) -> None:
+        """A step with prompt rows: logits are asked for where requests sample, and only those draft."""
+        counts = [rows.num_tokens for rows in scheduled]
+        slots = Slots(
+            self._upload([_row_of(rows.request) for rows in scheduled]),
+            self._upload([rows.start for rows in scheduled]),
+            self._upload(counts),
+        )
+        packed = self.table.pack(
+            *slots,
+            sum(counts),
+            max_query_len=max(counts),
+            max_seq_len=max(rows.start + rows.num_tokens for rows in scheduled),
+        )
         samplers = [rows for rows in scheduled if rows.samples]
-        emitted: list[list[int]] = [[] for _ in scheduled]
-        failed = [False] * len(scheduled)
+        ends = np.cumsum(counts)
+        asked = [
+            range(end - rows.num_drafts - 1, end) for rows, end in zip(scheduled, ends, strict=True) if rows.samples
+        ]
+        asked_rows = self._upload([row for part in asked for row in part])
+        packed = packed._replace(batch=packed.batch._replace(logits_rows=asked_rows))
+        output = self.target.forward(packed.batch)
+        sampling = self._upload([_row_of(rows.request) for rows in samplers])
+        num_drafts = self._upload([rows.num_drafts for rows in samplers])
+        verified = None
         if samplers:
-            verified = iter(self._verify(samplers, output.logits))
-            for i, rows in enumerate(scheduled):
-                if rows.samples:
-                    emitted[i], failed[i] = next(verified)
-        return StepResult(emitted, failed, output.states, batch)
+            verified = self._verify(
+                sampling,
+                num_drafts,
+                torch.nn.functional.pad((num_drafts + 1).cumsum(0), (1, 0)).int(),
+                packed.slots[asked_rows],
+                packed.batch.positions[asked_rows],
+                output,
+                features_of([rows.request.params for rows in samplers]),
+            )
+        flight.clock.mark("verified")
+        if self.num_draft_tokens or self.proposer.requirements.observes:
+            ids = [rows.request.request_id for rows in scheduled]
+            self._draft(slots, packed, output.states, sampling, ids, [rows.request.request_id for rows in samplers])
+        flight.clock.mark("drafted")
+        if verified is not None:
+            flight.keep(self._results(verified, sampling, num_drafts))
 
-    def observe(self, scheduled: Sequence[ScheduledRequest], result: StepResult, kept: Sequence[int]) -> None:
-        """Shows the proposer every final row; `kept[i]` tokens of request i reached its output."""
-        if not self.proposer.requirements.observes:
-            return
-        rows, nexts, counts, seen = [], [], [], []
-        offset = 0
-        for item, num_kept, failed in zip(scheduled, kept, result.failed, strict=True):
-            # a rejected draft's row is not final; neither is one behind a stop
-            valid = item.num_tokens if not item.samples else item.num_tokens - item.num_drafts + num_kept - 1
-            if not failed and valid > 0:
-                known = item.request.token_ids
-                rows.append(range(offset, offset + valid))
-                nexts.extend(known[item.start + 1 : item.start + 1 + valid])
-                counts.append(valid)
-                seen.append(item)
-            offset += item.num_tokens
-        if not seen:
-            return
-        index = np.concatenate([np.asarray(r) for r in rows])
-        keep = None if len(index) == offset else self._to_device(index)
-        batch = result.batch
-        packed = self._packed(
-            [item.request for item in seen],
-            counts,
-            [item.start + n for item, n in zip(seen, counts, strict=True)],
-            tuple(t if keep is None else t[keep] for t in (batch.token_ids, batch.positions, batch.slot_mapping)),
-            np.cumsum(counts) - 1,
+    def _verify(
+        self,
+        rows: Tensor,
+        num_drafts: Tensor,
+        cu_rows: Tensor,
+        logits_slots: Tensor,
+        positions: Tensor,
+        output: TargetOutput,
+        wanted: Features,
+    ) -> RejectionOutputs:
+        """Verifies the drafts of table `rows` [batch] and appends what was emitted."""
+        table = self.table
+        logits = process_logits(output.logits, self.settings.of(logits_slots, positions, table.prompt_lens, wanted))
+        law = table.draft_laws
+        verified = verify_drafts(
+            logits,
+            table.drafts_of(rows, num_drafts),
+            cu_rows,
+            positions=table.num_known[rows],
+            temperature=self.settings.temperature[rows],
+            seeds=table.seeds[rows],
+            draft_log_probs=None if law is None else law[rows],
+            law_columns=None if law is None else self._law_columns,
         )
-        states = result.states if keep is None or result.states is None else result.states[keep]
-        self.proposer.observe(
-            ObservedRows([item.request.request_id for item in seen], packed, self._to_device(np.asarray(nexts)), states)
-        )
+        table.append(rows, verified.token_ids, verified.num_emitted)
+        return verified
 
-    def propose(self, requests: Sequence[Request], max_length: int) -> None:
-        """Fills `drafts` of the decoding requests that have room for at least one."""
-        room = {}
-        for request in requests:
-            known = len(request.token_ids)
-            limit = min(self.num_draft_tokens, request.params.max_tokens - request.num_output_tokens - 1)
-            limit = min(limit, max_length - known - 1)
-            # when blocks run short the request decodes without drafts rather than preempt a neighbour
-            if limit > 0 and self.pool.grow(request.block_table, known + self.proposer.requirements.lookahead):
-                room[request] = limit
-        if not room:
+    def _draft(
+        self,
+        slots: Slots,
+        packed: Packed,
+        states: Tensor | None,
+        drafting: Tensor,
+        seen_ids: list[int],
+        request_ids: list[int],
+    ) -> None:
+        """Shows the proposer every row and lets it draft for table rows `drafting` [batch], whose ids are the last."""
+        table, batch = self.table, packed.batch
+        if self.proposer.requirements.observes:
+            last = (table.num_known[slots.rows] - 2 - slots.starts).clamp(min=0)
+            self.proposer.observe(
+                ObservedRows(
+                    request_ids=seen_ids,
+                    slots=slots.rows,
+                    batch=batch,
+                    next_token_ids=table.tokens[packed.slots, batch.positions + 1].long(),
+                    last_rows=batch.cu_seqlens[:-1].long() + torch.minimum(last, slots.counts - 1),
+                    states=states,
+                )
+            )
+        if not self.num_draft_tokens or not drafting.shape[0]:
             return
-        drafting = list(room)
+        known, room = table.num_known[drafting], table.room(drafting, self.spare_slots)
         drafts = self.proposer.propose(
             DraftStep(
-                request_ids=[r.request_id for r in drafting],
-                block_tables=self._block_tables(drafting),
-                seq_lens=self._to_device(np.asarray([len(r.token_ids) for r in drafting])),
-                last_token_ids=self._to_device(np.asarray([r.token_ids[-1] for r in drafting])),
-                max_drafts=[room[r] for r in drafting],
-                temperature=torch.tensor([r.params.temperature for r in drafting], device=self.target.device),
-                seeds=self._to_device(np.asarray([r.seed for r in drafting])),
+                request_ids=request_ids,
+                slots=drafting,
+                block_tables=table.block_tables[drafting],
+                seq_lens=known,
+                last_token_ids=table.tokens[drafting, known - 1].long(),
+                room=room,
+                temperature=self.settings.temperature[drafting],
+                seeds=table.seeds[drafting],
             )
         )
-        self._store(drafting, drafts, [room[r] for r in drafting])
+        ids = drafts.token_ids
+        # a placeholder or an id the target does not know ends the draft: the target must never embed it
+        valid = ((ids >= 0) & (ids < self.target.vocab_size)).long().cumprod(dim=1)
+        table.set_drafts(drafting, ids * valid, torch.minimum(torch.minimum(drafts.lengths, room), valid.sum(dim=1)))
+        if drafts.log_probs is not None:
+            table.set_laws(drafting, drafts.log_probs)
+            if self._law_columns is None and drafts.token_map is not None:
+                self._law_columns = law_columns(drafts.token_map, self.target.vocab_size)
 
-    def _store(self, drafting: Sequence[Request], drafts: Drafts, room: Sequence[int]) -> None:
-        vocab = self.target.vocab_size
-        for i, (request, tokens) in enumerate(zip(drafting, drafts.token_ids.tolist(), strict=True)):
-            tokens = tokens[: min(drafts.lengths[i], room[i])]
-            # a placeholder or an id the target does not know ends the draft: the target must never embed it
-            stop = next((j for j, token in enumerate(tokens) if not 0 <= token < vocab), len(tokens))
-            request.drafts = tokens[:stop]
-            law = drafts.log_probs
-            request.draft_law = None if law is None or not stop else DraftLaw(law, drafts.token_map, i)
+    def _results(self, verified: RejectionOutputs, rows: Tensor, num_drafted: Tensor) -> Tensor:
+        columns = (verified.num_emitted, verified.failed, num_drafted, self.table.num_drafts[rows])
+        return torch.cat([verified.token_ids, torch.stack([column.long() for column in columns], dim=1)], dim=1)
 
-    def _verify(self, samplers: Sequence[ScheduledRequest], logits: Tensor) -> list[tuple[list[int], bool]]:
-        """Emitted tokens, and whether the target's logits were not finite, per sampling request."""
-        requests = [rows.request for rows in samplers]
-        params = [request.params for request in requests]
-        num_drafts = [rows.num_drafts for rows in samplers]
-        settings = row_settings(
-            params,
-            [n + 1 for n in num_drafts],
-            [request.num_output_tokens for request in requests],
-            [sorted(self.end_token_ids(p)) for p in params],
-            logits.device,
-        )
-        draft_ids = np.full((len(samplers), max(num_drafts)), -1, dtype=np.int64)
-        for i, rows in enumerate(samplers):
-            draft_ids[i, : rows.num_drafts] = rows.request.drafts[: rows.num_drafts]
-        law, token_map = self._gather_laws([r.draft_law for r in requests], draft_ids.shape[1])
-        output = verify_drafts(
-            process_logits(logits, settings),
-            Drafts(self._to_device(draft_ids), num_drafts, law, token_map),
-            positions=self._to_device(np.asarray([len(r.token_ids) for r in requests])),
-            temperature=torch.tensor([p.temperature for p in params], device=logits.device),
-            seeds=self._to_device(np.asarray([r.seed for r in requests])),
-        )
-        tokens = zip(output.token_ids.tolist(), output.num_emitted.tolist(), strict=True)
-        return [(row[:count], count == 0) for row, count in tokens]
+    def _slots_of(self, batch: int) -> Slots:
+        if batch not in self._buckets:
+            empty = (torch.zeros(batch, dtype=torch.int64, device=self.table.device) for _ in range(3))
+            self._buckets[batch] = Slots(*empty)
+        return self._buckets[batch]
 
-    def end_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Tokens that end a request with these parameters."""
-        own = frozenset() if params.ignore_eos else self.target.eos_token_ids
-        return own | frozenset(params.stop_token_ids)
-
-    def _gather_laws(self, laws: Sequence[DraftLaw | None], width: int) -> tuple[Tensor | None, Tensor | None]:
-        present = [law for law in laws if law is not None]
-        if not present:
-            return None, None
-        # a request without drafts has no law to look up: any row stands in; calls may differ in how far they drafted
-        rows = [law.log_probs[law.row, :width] for law in ((law or present[0]) for law in laws)]
-        padded = [torch.nn.functional.pad(row, (0, 0, 0, width - row.shape[0])) for row in rows]
-        return torch.stack(padded), present[0].token_map
-
-    def _pack(self, scheduled: Sequence[ScheduledRequest]) -> PackedBatch:
-        token_ids, positions, slots, logits_rows = [], [], [], []
-        offset, size = 0, self.pool.block_size
-        for rows in scheduled:
-            request, end = rows.request, rows.start + rows.num_tokens
-            known = request.token_ids[rows.start : end]
-            token_ids.extend(known + request.drafts[: rows.num_tokens - len(known)])
-            positions.extend(range(rows.start, end))
-            table = request.block_table
-            slots.extend(table[where // size] * size + where % size for where in range(rows.start, end))
-            offset += rows.num_tokens
-            if rows.samples:
-                logits_rows.extend(range(offset - rows.num_drafts - 1, offset))
-        return self._packed(
-            [rows.request for rows in scheduled],
-            [rows.num_tokens for rows in scheduled],
-            [rows.start + rows.num_tokens for rows in scheduled],
-            tuple(self._to_device(np.asarray(column)) for column in (token_ids, positions, slots)),
-            np.asarray(logits_rows, dtype=np.int64),
-        )
-
-    def _packed(
-        self,
-        requests: Sequence[Request],
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
-        rows: tuple[Tensor, ...],
-        logits_rows: np.ndarray,
-    ) -> PackedBatch:
-        token_ids, positions, slot_mapping = rows
-        return PackedBatch(
-            token_ids=token_ids,
-            positions=positions,
-            slot_mapping=slot_mapping,
-            cu_seqlens=self._to_device(np.concatenate([[0], np.cumsum(query_lens)]), torch.int32),
-            seq_lens=self._to_device(np.asarray(seq_lens), torch.int32),
-            block_tables=self._block_tables(requests),
-            logits_rows=self._to_device(logits_rows),
-            max_query_len=max(query_lens),
-            max_seq_len=max(seq_lens),
-        )
-
-    def _block_tables(self, requests: Sequence[Request]) -> Tensor:
-        tables = np.zeros((len(requests), max(len(r.block_table) for r in requests)), dtype=np.int32)
-        for i, request in enumerate(requests):
-            tables[i, : len(request.block_table)] = request.block_table
-        return self._to_device(tables, torch.int32)
-
-    def _to_device(self, array: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.target.device, dtype, non_blocking=True)
+    def _upload(self, values: "Sequence[int] | np.ndarray") -> Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self.table.device, non_blocking=True)
 
 
-class Stopwatch:
-    """Seconds between marks, with the device's queue drained at each."""
+class Clock:
+    """Marks in a device's queue of work; times are read when the work is done, so marking never waits."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.last = self._now()
+        self.is_cuda = device.type == "cuda"
+        self._marks: dict[str, torch.cuda.Event | float] = {}
+        self.mark("started")
 
-    def lap(self) -> float:
-        now = self._now()
-        elapsed, self.last = now - self.last, now
-        return elapsed
+    def mark(self, name: str) -> None:
+        if not self.is_cuda:
+            self._marks[name] = time.perf_counter()
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks[name] = event
 
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+    def wait(self, name: str) -> None:
+        event = self._marks.get(name, self._marks["drafted"])
+        if isinstance(event, torch.cuda.Event):
+            event.synchronize()
+
+    def seconds(self, first: str, last: str, since: "Clock | None" = None) -> float:
+        """Time from a mark of this clock, or of `since`, to a mark of this one; both of finished work."""
+        start, end = (since or self)._marks[first], self._marks[last]
+        if isinstance(start, float) and isinstance(end, float):
+            return end - start
+        assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+        return start.elapsed_time(end) / 1000
+
+
+def _row_of(request: Request) -> int:
+    assert request.slot is not None
+    return request.slot
+
+
+def _bucket(batch: int) -> int:
+    """The smallest bucket that holds `batch` requests."""
+    return next((size for size in BUCKETS if size >= batch), -(-batch // BUCKETS[-1]) * BUCKETS[-1])

@@ -93,6 +93,71 @@ def row_settings(
     )
 
 
+Features = frozenset[str]
+"""Which settings beyond the temperature any request of a step uses; empty for most."""
+
+
+def features_of(params: Sequence[SamplingParams]) -> Features:
+    """The settings that some of these requests use."""
+    used = set()
+    for p in params:
+        if p.min_tokens:
+            used.add("min_tokens")
+        if p.temperature > 0:
+            used.update(name for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)) if getattr(p, name) != off)
+    return frozenset(used)
+
+
+class SamplingTable:
+    """The settings of running requests by row of the request table; the last row belongs to nobody and is greedy."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.temperature, self.top_p, self.min_p = (
+            torch.full((num_rows,), value, dtype=torch.float32, device=device) for value in (0.0, 1.0, 0.0)
+        )
+        self.top_k, self.min_tokens = (torch.zeros(num_rows, dtype=torch.int64, device=device) for _ in range(2))
+        self.end_ids = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)
+
+    def set(self, row: int, params: SamplingParams, end_ids: Sequence[int]) -> None:
+        """Takes the settings of the request that moves into `row`."""
+        sampled = params.temperature > 0
+        self.temperature[row].fill_(params.temperature)
+        self.top_p[row].fill_(params.top_p if sampled else 1.0)
+        self.min_p[row].fill_(params.min_p if sampled else 0.0)
+        self.top_k[row].fill_(params.top_k if sampled else 0)
+        self.min_tokens[row].fill_(params.min_tokens if end_ids else 0)
+        if len(end_ids) > self.end_ids.shape[1]:
+            missing = len(end_ids) - self.end_ids.shape[1]
+            self.end_ids = torch.cat([self.end_ids, self.end_ids[:, :1].expand(-1, missing)], dim=1)
+        if end_ids:
+            padded = [*end_ids, *[end_ids[0]] * (self.end_ids.shape[1] - len(end_ids))]
+            self.end_ids[row] = torch.tensor(padded, device=self.end_ids.device)
+
+    def of(self, slots: Tensor, positions: Tensor, prompt_lens: Tensor, features: Features) -> RowSettings:
+        """The settings of logits rows: table rows [num_rows] int64, and the positions of their own tokens."""
+
+        def column(name: str) -> Tensor | None:
+            return getattr(self, name)[slots] if name in features else None
+
+        forbidden_rows = forbidden_ids = None
+        if "min_tokens" in features:
+            early = positions + 1 - prompt_lens[slots] < self.min_tokens[slots]
+            ends = self.end_ids[slots]
+            # rows past their minimum point behind the vocabulary
+            forbidden_ids = torch.where(early[:, None], ends, self.vocab_size).flatten()
+            forbidden_rows = torch.arange(len(slots), device=slots.device).repeat_interleave(ends.shape[1])
+        return RowSettings(
+            temperature=self.temperature[slots],
+            top_k=column("top_k"),
+            top_p=column("top_p"),
+            min_p=column("min_p"),
+            forbidden_rows=forbidden_rows,
+            forbidden_ids=forbidden_ids,
+            largest_top_k=self.vocab_size,
+        )
+
+
 def process_logits(logits: Tensor, settings: RowSettings) -> Tensor:
     """The logits [num_rows, vocab] float32 of the law each row is sampled from; forbidden tokens are -inf.
 
@@ -101,7 +166,9 @@ def process_logits(logits: Tensor, settings: RowSettings) -> Tensor:
     """
     logits = logits.float()
     if settings.forbidden_rows is not None:
-        logits = logits.index_put((settings.forbidden_rows, settings.forbidden_ids), logits.new_tensor(-torch.inf))
+        wide = torch.nn.functional.pad(logits, (0, 1))
+        wide = wide.index_put((settings.forbidden_rows, settings.forbidden_ids), logits.new_tensor(-torch.inf))
+        logits = wide[:, :-1]
     temperature = settings.temperature
     logits = logits / torch.where(temperature > 0, temperature.clamp(min=SMALLEST_TEMPERATURE), 1)[:, None]
     if settings.min_p is not None:

@@ -51,6 +51,12 @@ class Scheduler:
             self._admit(scheduled, budget)
         return scheduled, preempted
 
+    def can_admit(self) -> bool:
+        """Whether a waiting request could join now."""
+        if not self.waiting or len(self.running) >= self.max_batch_size:
+            return False
+        return self.pool.num_free >= self.pool.blocks_for(len(self.waiting[0].token_ids) + 1)
+
     def requeue(self, request: Request) -> None:
         """Puts a preempted request, stripped of its cache, at the head of the line."""
         self.pool.release(request.block_table)
@@ -66,7 +72,7 @@ class Scheduler:
 
     def _rows(self, request: Request, budget: int) -> ScheduledRequest:
         pending = len(request.token_ids) - request.num_computed
-        num_drafts = min(len(request.drafts), budget - 1) if pending == 1 else 0
+        num_drafts = min(request.num_drafts, budget - 1) if pending == 1 else 0
         num_tokens = min(pending, budget) + num_drafts
         return ScheduledRequest(request, request.num_computed, num_tokens, num_drafts, samples=pending <= budget)
 
@@ -75,14 +81,14 @@ class Scheduler:
         rows = self._rows(request, budget)
         while not self._grow(rows):
             victim = self.running[-1]
-            if victim is request and len(self.running) == 1 and request.drafts:
-                request.drop_drafts()
+            if victim is request and len(self.running) == 1 and request.num_drafts:
+                request.num_drafts = 0
                 rows = self._rows(request, budget)
                 continue
             self.running.pop()
             victim.num_computed = 0
             victim.num_preemptions += 1
-            victim.drop_drafts()
+            victim.num_drafts = 0
             preempted.append(victim)
             if victim is request:
                 return None
@@ -92,11 +98,9 @@ class Scheduler:
         return self.pool.grow(rows.request.block_table, rows.start + rows.num_tokens)
 
     def _admit(self, scheduled: list[ScheduledRequest], budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.max_batch_size:
+        # room for all that is known keeps a half-filled prompt from being preempted by its own neighbours
+        while budget > 0 and self.can_admit():
             request = self.waiting[0]
-            # room for all that is known keeps a half-filled prompt from being preempted by its own neighbours
-            if self.pool.num_free < self.pool.blocks_for(len(request.token_ids) + 1):
-                return
             rows = self._rows(request, budget)
             assert self._grow(rows), "free blocks were counted before admission"
             self.running.append(self.waiting.popleft())

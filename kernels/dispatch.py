@@ -30,9 +30,9 @@ def sample(
 ) -> Tensor:
     """See `reference.sample`."""
     if logits.is_cuda:
-        from . import rejection
+        from . import sampling
 
-        return rejection.sample(logits, temperature, seeds, positions, stream, fp64_gumbel=fp64_gumbel)
+        return sampling.sample(logits, temperature, seeds, positions, stream, fp64_gumbel=fp64_gumbel)
     return reference.sample(logits, temperature, seeds, positions, stream, fp64_gumbel=fp64_gumbel)
 
 

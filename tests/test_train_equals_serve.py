@@ -41,7 +41,7 @@ class SteeredProposer(Eagle3Proposer):
         tokens = []
         for i, (request, length) in enumerate(zip(step.request_ids, step.seq_lens.tolist(), strict=True)):
             text = self.texts[request]
-            if k < step.max_drafts[i]:  # beyond its room a request's row is padding
+            if k < step.room[i]:  # beyond its room a request's row is padding
                 self.logits[request, length - 2, k] = logits[i].clone()
             tokens.append(text[length + k] if length + k < len(text) else 0)
         return torch.tensor(tokens), logits
@@ -114,8 +114,8 @@ def test_every_draft_logit_of_the_engine_is_the_trainers(world, spoil, num_block
             if owner == request:
                 torch.testing.assert_close(logits, expected[step, row], atol=TOLERANCE, rtol=1e-4)
                 compared += 1
-    if spoil == 1.0:
-        # nothing was ever accepted, so drafting started from every row of every output
+    if spoil == 1.0 and num_blocks == 200:
+        # nothing was ever accepted and blocks never ran short, so drafting started from every row of every output
         assert compared >= sum(STEPS * (40 - STEPS - 1) for _ in texts)
     assert compared > 100
 

@@ -19,28 +19,34 @@ class Requirements:
     lookahead: int = 0  # slots beyond the last token that `propose` writes to
     draft_laws: bool = False  # whether drafts carry the law they were drawn from
     observes: bool = True  # False: rows need not be gathered for it
+    on_host: bool = False  # it reads what it is given on the host: its steps are neither recorded nor launched ahead
 
 
 class ObservedRows(NamedTuple):
-    """Rows the target has computed and that are final: prompt rows, accepted drafts, and the row before each.
+    """Every row the target computed in a step, in order; a request's rows after its `last_rows` are rejected drafts.
 
-    Rejected rows never appear. After a preemption a request's rows are computed, and observed, again from position 0.
+    Rejected rows must leave nothing behind that later rows of the same positions do not overwrite. After a preemption a
+    request's rows are computed, and observed, again from position 0. Rows of the table row that belongs to nobody, and
+    rows beyond `cu_seqlens`, are padding.
     """
 
-    request_ids: list[int]
-    batch: PackedBatch  # the rows and their slots; logits_rows: the last row of each request
+    request_ids: list[int]  # host's ids of the first requests; the others are padding. Empty while a graph is recorded
+    slots: Tensor  # [batch] int64 rows of the request table: where per-request state is kept
+    batch: PackedBatch  # the rows and where their keys and values live
     next_token_ids: Tensor  # [num_tokens] int64; the token that follows each row
+    last_rows: Tensor  # [batch] int64; the last final row of each request
     states: Tensor | None  # [num_tokens, len(layer_ids), hidden]
 
 
 class DraftStep(NamedTuple):
     """The requests to draft for. All were observed up to the row before their newest token."""
 
-    request_ids: list[int]
+    request_ids: list[int]  # as in `ObservedRows`
+    slots: Tensor  # [batch] int64 rows of the request table
     block_tables: Tensor  # [batch, max_blocks] int32
     seq_lens: Tensor  # [batch] int64; known tokens, the newest (not yet computed) one included
     last_token_ids: Tensor  # [batch] int64; that newest token
-    max_drafts: list[int]  # drafts that still fit the context, the output limit and the blocks, per request
+    room: Tensor  # [batch] int64; drafts that still fit the context, the output limit and the blocks
     temperature: Tensor  # [batch] float32
     seeds: Tensor  # [batch] int64
 
@@ -49,19 +55,32 @@ class Drafts(NamedTuple):
     """Draft tokens per request, the first `lengths[b]` of each row."""
 
     token_ids: Tensor  # [batch, k] int64 target ids; -1 beyond the length
-    lengths: list[int]
+    lengths: Tensor  # [batch] int64
     log_probs: Tensor | None  # [batch, k, draft_vocab] float32: the law each token was drawn from; None = point mass
     token_map: Tensor | None = None  # [draft_vocab] int64 target ids of the law's columns; None = the target's own
 
 
+class Released(NamedTuple):
+    """A request that leaves; its blocks are still its own and are freed right after."""
+
+    request_id: int
+    block_table: list[int]
+    num_rows: int  # rows that are final: 0..num_rows-1
+    finished: bool  # False: preempted, it comes back from position 0; or cancelled
+
+
 class Proposer(ABC):
-    """One drafting method. It owns its planes' contents and any per-request state keyed by request id."""
+    """One drafting method. It owns its planes' contents and any per-request state, kept by row of the request table.
+
+    `observe` and `propose` are pure functions of what they are given and of that state, on the device: fixed shapes,
+    nothing read on the host, so that they can be recorded as a CUDA graph (unless `requirements.on_host`).
+    """
 
     requirements: Requirements
 
     @abstractmethod
-    def bind(self, planes: Planes) -> None:
-        """Takes the engine's planes; called once, before the first step."""
+    def bind(self, planes: Planes, num_rows: int) -> None:
+        """Takes the engine's planes and the number of rows of its request table; called once, before the first step."""
 
     @abstractmethod
     def observe(self, rows: ObservedRows) -> None:
@@ -69,8 +88,8 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(self, step: DraftStep) -> Drafts:
-        """Drafts at most min(num_draft_tokens, max_drafts[b]) tokens for each request."""
+        """Drafts at most min(num_draft_tokens, room[b]) tokens for each request; the engine cuts what is more."""
 
     @abstractmethod
-    def release(self, request_id: int, *, finished: bool) -> None:
-        """Forgets a request that finished or was preempted. Its blocks are still its own and are freed right after."""
+    def release(self, request: Released) -> None:
+        """Forgets a request that finished, was cancelled or was preempted."""

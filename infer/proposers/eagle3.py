@@ -4,7 +4,6 @@ Row t pairs the state at t with the token at t + 1 and stands at position t, as 
 observed rows into slots that the next observation overwrites, so a rejected draft leaves nothing behind.
 """
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,16 +17,16 @@ from ...kernels.records import Stream
 from ..attention import PagedAttend
 from ..batch import PackedBatch
 from ..planes import Planes, PlaneSpec
-from .base import Drafts, DraftStep, ObservedRows, Proposer, Requirements
+from .base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
 
 DraftSampling = Literal["greedy", "probabilistic"]
 
 
 class _Pending(NamedTuple):
-    """What the next draft of a request starts from."""
+    """What the next draft of each request starts from, by row of the request table."""
 
-    logits_state: Tensor  # [hidden]
-    feedback: Tensor  # [hidden]
+    logits_states: Tensor  # [num_rows, hidden]
+    feedback: Tensor  # [num_rows, hidden]
 
 
 class Eagle3Proposer(Proposer):
@@ -53,30 +52,31 @@ class Eagle3Proposer(Proposer):
             draft_laws=self.probabilistic,
         )
         self._planes: Planes | None = None
-        self._pending: dict[int, _Pending] = {}
+        self._pending: _Pending | None = None
 
-    def bind(self, planes: Planes) -> None:
+    def bind(self, planes: Planes, num_rows: int) -> None:
+        weight = self.head.fc.weight
+        shape = (num_rows, weight.shape[0])
         self._planes = planes
+        self._pending = _Pending(*(torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2)))
 
     def observe(self, rows: ObservedRows) -> None:
-        assert rows.states is not None
+        assert rows.states is not None and self._pending is not None
         embeds = self.head.embed(rows.next_token_ids, self.target)
         states = self.head.combine(rows.states.to(embeds.dtype))
         logits_states, feedback = self._forward(embeds, states, rows.batch)
-        last = rows.batch.logits_rows
-        for i, pair in enumerate(zip(logits_states[last], feedback[last], strict=True)):
-            self._pending[rows.request_ids[i]] = _Pending(*pair)
+        self._pending.logits_states[rows.slots] = logits_states[rows.last_rows]
+        self._pending.feedback[rows.slots] = feedback[rows.last_rows]
 
     def propose(self, step: DraftStep) -> Drafts:
+        assert self._pending is not None
         # past the positions the head was made for it drafts nothing rather than something arbitrary
-        reach = self.head.config.max_position_embeddings
-        room = [min(n, self.num_draft_tokens) for n in step.max_drafts]
-        room = [max(0, min(n, reach - length + 1)) for n, length in zip(room, step.seq_lens.tolist(), strict=True)]
-        pending = [self._pending[request_id] for request_id in step.request_ids]
-        logits_states = torch.stack([p.logits_state for p in pending])
-        states = torch.stack([p.feedback for p in pending])
+        reach = (self.head.config.max_position_embeddings - step.seq_lens + 1).clamp(min=0)
+        room = torch.minimum(step.room, reach).clamp(max=self.num_draft_tokens)
+        logits_states, states = (pending[step.slots] for pending in self._pending)
         tokens, laws = [], []
-        for k in range(max(room)):
+        # on a GPU the loop must not wait for the room; on a CPU drafts that nobody has room for cost time
+        for k in range(self.num_draft_tokens if room.is_cuda else int(room.max())):
             if k:
                 batch = self._draft_rows(step, tokens[-1], k, room)
                 logits_states, states = self._forward(self.head.embed(tokens[-1], self.target), states, batch)
@@ -89,22 +89,22 @@ class Eagle3Proposer(Proposer):
             torch.stack(tokens, dim=1), room, torch.stack(laws, dim=1) if self.probabilistic else None, self.token_map
         )
 
-    def release(self, request_id: int, *, finished: bool) -> None:
-        self._pending.pop(request_id, None)
+    def release(self, request: Released) -> None:
+        """Nothing is kept by request: a table row is written again before it is read for another one."""
 
     def _forward(self, embeds: Tensor, states: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         assert self._planes is not None
         attend = PagedAttend(self._planes, self.plane_names, batch)
         return self.head(DraftRows(embeds, states, batch.positions), attend)
 
-    def _draft_rows(self, step: DraftStep, token_ids: Tensor, k: int, room: Sequence[int]) -> PackedBatch:
+    def _draft_rows(self, step: DraftStep, token_ids: Tensor, k: int, room: Tensor) -> PackedBatch:
         """One row a request at the position of its k-th draft's state; rows without room go to the padding block."""
         assert self._planes is not None
         size, device = self._planes.block_size, token_ids.device
-        live = torch.tensor([k < n for n in room], device=device)
+        live = room > k
         positions = torch.where(live, step.seq_lens - 2 + k, 0)
         block = step.block_tables.gather(1, (positions // size)[:, None])[:, 0].long()
-        batch = len(room)
+        batch = room.shape[0]
         return PackedBatch(
             token_ids=token_ids,
             positions=positions,

@@ -6,21 +6,16 @@ scheduling, paging, chunked prefill and preemption serve extraction unchanged.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...kernels.dispatch import store_kv
 from ..planes import Plane, Planes, PlaneSpec
 from ..target import Target
-from .base import Drafts, DraftStep, ObservedRows, Proposer, Requirements
+from .base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
 
 PLANE = "hidden_states"
-
-
-class _Where(NamedTuple):
-    block_table: Tensor  # [max_blocks] int32
-    num_tokens: int
 
 
 class ExtractHiddenStatesProposer(Proposer):
@@ -35,27 +30,22 @@ class ExtractHiddenStatesProposer(Proposer):
         self.requirements = Requirements(layer_ids=layer_ids, planes=(spec,))
         self.on_finish = on_finish
         self._plane: Plane | None = None
-        self._where: dict[int, _Where] = {}
 
-    def bind(self, planes: Planes) -> None:
+    def bind(self, planes: Planes, num_rows: int) -> None:
         self._plane = planes[PLANE]
 
     def observe(self, rows: ObservedRows) -> None:
         assert self._plane is not None and rows.states is not None
         store_kv(rows.states, None, self._plane.k, None, rows.batch.slot_mapping)
-        lengths = rows.batch.seq_lens.tolist()
-        for request_id, table, length in zip(rows.request_ids, rows.batch.block_tables, lengths, strict=True):
-            self._where[request_id] = _Where(table, length)
 
     def propose(self, step: DraftStep) -> Drafts:
         """The token just sampled, as a placeholder: what is drafted here is never meant to be right."""
-        return Drafts(step.last_token_ids[:, None], [1] * len(step.request_ids), None)
+        return Drafts(step.last_token_ids[:, None], torch.ones_like(step.seq_lens), None)
 
-    def release(self, request_id: int, *, finished: bool) -> None:
-        where = self._where.pop(request_id, None)
-        if where is None or not finished:
+    def release(self, request: Released) -> None:
+        if not request.finished:
             return
         assert self._plane is not None
-        num_blocks = -(-where.num_tokens // self._plane.k.shape[1])
-        blocks = self._plane.k[where.block_table[:num_blocks].long()]
-        self.on_finish(request_id, blocks.flatten(0, 1)[: where.num_tokens])
+        num_blocks = -(-request.num_rows // self._plane.k.shape[1])
+        table = torch.tensor(request.block_table[:num_blocks], dtype=torch.int64, device=self._plane.k.device)
+        self.on_finish(request.request_id, self._plane.k[table].flatten(0, 1)[: request.num_rows])

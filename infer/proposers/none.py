@@ -3,7 +3,7 @@
 import torch
 
 from ..planes import Planes
-from .base import Drafts, DraftStep, ObservedRows, Proposer, Requirements
+from .base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
 
 
 class NoneProposer(Proposer):
@@ -11,15 +11,14 @@ class NoneProposer(Proposer):
 
     requirements = Requirements(observes=False)
 
-    def bind(self, planes: Planes) -> None:
+    def bind(self, planes: Planes, num_rows: int) -> None:
         pass
 
     def observe(self, rows: ObservedRows) -> None:
         pass
 
     def propose(self, step: DraftStep) -> Drafts:
-        batch = len(step.request_ids)
-        return Drafts(torch.empty(batch, 0, dtype=torch.int64), [0] * batch, None)
+        return Drafts(step.last_token_ids[:, None][:, :0], torch.zeros_like(step.seq_lens), None)
 
-    def release(self, request_id: int, *, finished: bool) -> None:
+    def release(self, request: Released) -> None:
         pass

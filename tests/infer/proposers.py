@@ -5,35 +5,35 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from spectrain.infer.planes import Planes
-from spectrain.infer.proposers.base import Drafts, DraftStep, ObservedRows, Proposer, Requirements
+from spectrain.infer.proposers.base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
 
 
 class RecordingProposer(Proposer):
     """Proposes nothing and keeps every row it was shown, per request, in the order of arrival."""
 
     def __init__(self, layer_ids: tuple[int, ...] = ()) -> None:
-        self.requirements = Requirements(layer_ids=layer_ids)
+        self.requirements = Requirements(layer_ids=layer_ids, on_host=True)
         self.rows: dict[int, list[tuple[int, int, int, torch.Tensor | None]]] = {}
         self.released: list[tuple[int, bool]] = []
 
-    def bind(self, planes: Planes) -> None:
+    def bind(self, planes: Planes, num_rows: int) -> None:
         self.planes = planes
 
     def observe(self, rows: ObservedRows) -> None:
-        bounds = rows.batch.cu_seqlens.tolist()
+        firsts = rows.batch.cu_seqlens.tolist()
         for i, request_id in enumerate(rows.request_ids):
-            for row in range(bounds[i], bounds[i + 1]):
+            for row in range(firsts[i], int(rows.last_rows[i]) + 1):
                 state = None if rows.states is None else rows.states[row].clone()
                 token, following = int(rows.batch.token_ids[row]), int(rows.next_token_ids[row])
                 self.rows.setdefault(request_id, []).append((int(rows.batch.positions[row]), token, following, state))
 
     def propose(self, step: DraftStep) -> Drafts:
-        return Drafts(torch.empty(len(step.request_ids), 0, dtype=torch.int64), [0] * len(step.request_ids), None)
+        return Drafts(torch.empty(len(step.seq_lens), 0, dtype=torch.int64), torch.zeros_like(step.seq_lens), None)
 
-    def release(self, request_id: int, *, finished: bool) -> None:
-        self.released.append((request_id, finished))
-        if not finished:
-            self.rows.pop(request_id, None)
+    def release(self, request: Released) -> None:
+        self.released.append((request.request_id, request.finished))
+        if not request.finished:
+            self.rows.pop(request.request_id, None)
 
 
 class NoisyOracle(RecordingProposer):
@@ -57,7 +57,7 @@ class NoisyOracle(RecordingProposer):
             for j, token in enumerate(truth):
                 if torch.rand((), generator=self.generator) >= self.error:
                     drafts[i, j] = token
-        return Drafts(drafts, [min(self.k, n) for n in step.max_drafts], None)
+        return Drafts(drafts, step.room.clamp(max=self.k), None)
 
     def _continuation(self, known: list[int]) -> Sequence[int]:
         return next((c for c in self.continuations if list(c[: len(known)]) == known), known)
@@ -79,7 +79,7 @@ class LawProposer(RecordingProposer):
             tokens.append(token)
             laws.append(rows.log())
         log_probs = None if self.point_mass else torch.stack(laws, dim=1)
-        return Drafts(torch.stack(tokens, dim=1), [min(self.k, n) for n in step.max_drafts], log_probs)
+        return Drafts(torch.stack(tokens, dim=1), step.room.clamp(max=self.k), log_probs)
 
 
 class ScriptedProposer(RecordingProposer):
@@ -95,4 +95,4 @@ class ScriptedProposer(RecordingProposer):
             script = list(self.scripts.get(length, []))[: self.k]
             lengths.append(len(script))
             rows.append(script + [-1] * (self.k - len(script)))
-        return Drafts(torch.tensor(rows, dtype=torch.int64), lengths, None)
+        return Drafts(torch.tensor(rows, dtype=torch.int64), torch.tensor(lengths), None)

@@ -104,7 +104,9 @@ def test_drafts_end_where_the_head_ends(target, prompts, plain):
 def test_probabilistic_drafts_are_drawn_at_the_requests_temperature(target, temperature):
     proposer = Eagle3Proposer(head_of(target), target.tensors(), 1, "probabilistic")
     logits = torch.randn(2, 97, generator=torch.Generator().manual_seed(0))
-    step = DraftStep([0, 1], torch.zeros(2, 1), torch.tensor([3, 4]), torch.zeros(2), [1, 1], *_sampling(temperature))
+    ones, slots = torch.ones(2, dtype=torch.int64), torch.arange(2)
+    lengths = torch.tensor([3, 4])
+    step = DraftStep([0, 1], slots, torch.zeros(2, 1), lengths, torch.zeros(2), ones, *_sampling(temperature))
     _, law = proposer._draw(logits, step, 0)
     torch.testing.assert_close(law.exp(), (logits / temperature).softmax(-1))
 

@@ -162,12 +162,12 @@ def accept_everything(*args, **options):
     """A verifier that takes each draft unseen."""
     from spectrain.infer.verify import verify_drafts
 
-    drafts = args[1]
+    drafts, cu_rows = args[1:3]
     out = verify_drafts(*args, **options)
     tokens, counts = out.token_ids.clone(), out.num_emitted.clone()
-    for i, length in enumerate(drafts.lengths):
+    for i, length in enumerate((cu_rows.diff() - 1).tolist()):
         if length:
-            tokens[i, :length], counts[i] = drafts.token_ids[i, :length], length
+            tokens[i, :length], counts[i] = drafts[i, :length], length
             tokens[i, length:] = -1
     return out._replace(token_ids=tokens, num_emitted=counts)
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.infer.proposers.base import Drafts
 from spectrain.infer.sampling import SamplingParams, process_logits, row_settings
 from spectrain.infer.verify import verify_drafts
 
 
-def no_drafts(batch: int) -> Drafts:
-    return Drafts(torch.empty(batch, 0, dtype=torch.int64), [0] * batch, None)
+def rows_of(lengths: list[int]) -> Tensor:
+    """cu_rows of requests with the given numbers of drafts."""
+    return torch.tensor([0, *(length + 1 for length in lengths)]).cumsum(0).int()
 
 
 def decode_chain(table: Tensor, params: SamplingParams, n: int, length: int, num_drafts: int, wrong: bool) -> Tensor:
@@ -23,9 +23,8 @@ def decode_chain(table: Tensor, params: SamplingParams, n: int, length: int, num
             tokens.append(best[tokens[-1]])
         rows = table[torch.stack(tokens, dim=1)].flatten(0, 1)
         processed = process_logits(rows, row_settings([params], [len(rows)], [0], [()]))
-        drafts = Drafts(torch.stack(tokens, dim=1)[:, 1:], [num_drafts] * n, None)
-        temperature = torch.full((n,), params.temperature)
-        out = verify_drafts(processed, drafts, filled, temperature, torch.arange(n))
+        drafts, temperature = torch.stack(tokens, dim=1)[:, 1:], torch.full((n,), params.temperature)
+        out = verify_drafts(processed, drafts, rows_of([num_drafts] * n), filled, temperature, torch.arange(n))
         for column in range(num_drafts + 1):
             takes = ((column < out.num_emitted) & (filled < chains.shape[1])).nonzero()[:, 0]
             chains[takes, filled[takes]] = out.token_ids[takes, column]
@@ -77,16 +76,6 @@ def test_unequal_lengths_use_their_own_rows() -> None:
     logits = torch.full((6, 5), 0.0)
     for row, token in enumerate((1, 2, 3, 4, 0, 2)):
         logits[row, token] = 1.0
-    drafts = Drafts(torch.tensor([[1, 2], [-1, -1], [0, 4]]), [2, 0, 1], None)
-    out = verify_drafts(
-        logits, drafts, torch.zeros(3, dtype=torch.int64), torch.zeros(3), torch.zeros(3, dtype=torch.int64)
-    )
+    drafts, zeros = torch.tensor([[1, 2], [-1, -1], [0, 4]]), torch.zeros(3, dtype=torch.int64)
+    out = verify_drafts(logits, drafts, rows_of([2, 0, 1]), zeros, torch.zeros(3), zeros)
     assert out.token_ids.tolist() == [[1, 2, 3], [4, -1, -1], [0, 2, -1]]
-
-
-def test_rows_and_drafts_must_match() -> None:
-    zeros = torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="need 2 logits rows.*found 3"):
-        verify_drafts(torch.zeros(3, 4), no_drafts(2), zeros, torch.zeros(2), zeros)
-    with pytest.raises(ValueError, match="between 0 and the 0 columns"):
-        verify_drafts(torch.zeros(3, 4), no_drafts(2)._replace(lengths=[1, 0]), zeros, torch.zeros(2), zeros)

@@ -1,0 +1,63 @@
+"""The engine on a GPU: recorded, launched ahead, without a single twin; and what it says is what eager steps say."""
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+
+from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.proposers.eagle3 import Eagle3Proposer
+from spectrain.infer.proposers.none import NoneProposer
+from spectrain.infer.sampling import SamplingParams
+from spectrain.infer.target import Target
+from spectrain.kernels import reference
+from spectrain.tests.infer.test_eagle3_proposer import head_of
+from spectrain.tests.models import rand_llama
+
+pytestmark = pytest.mark.gpu
+CONFIG = EngineConfig(num_blocks=400, block_size=16, max_batch_tokens=256, max_batch_size=16)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target.from_model(rand_llama(max_position_embeddings=256).cuda())
+
+
+def texts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, 60, (count,), generator=generator).tolist()
+    return [torch.randint(3, 97, (n,), generator=generator).tolist() for n in lengths]
+
+
+def decode(target: Target, k: int, temperature: float, **changes) -> list[list[int]]:
+    sampling = "probabilistic" if temperature else "greedy"
+    proposer = Eagle3Proposer(head_of(target).cuda(), target.tensors(), k, sampling) if k else NoneProposer()
+    engine = Engine(target, proposer, dataclasses.replace(CONFIG, num_draft_tokens=k, **changes))
+    params = [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=5 + 9 * (i % 5), stop_token_ids=(11, 42))
+        for i in range(24)
+    ]
+    outputs = engine.generate(texts(24), params)
+    assert engine.pool.num_free == engine.pool.num_blocks - 1
+    return [o.token_ids for o in outputs]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("k", [0, 1, 5])
+def test_recorded_steps_say_what_eager_ones_say(target, k, temperature):
+    assert decode(target, k, temperature) == decode(target, k, temperature, eager=True)
+
+
+def test_drafting_changes_nothing_in_float32(target):
+    assert decode(target, 5, 0.0) == decode(target, 0, 0.0)
+
+
+def test_no_twin_is_needed(target, monkeypatch):
+    def refuse(*arguments, **keywords):
+        raise AssertionError("a PyTorch twin was called on the GPU")
+
+    for name, function in inspect.getmembers(reference, inspect.isfunction):
+        if function.__module__ == reference.__name__:
+            monkeypatch.setattr(reference, name, refuse)
+    assert all(decode(target, 4, 1.0))

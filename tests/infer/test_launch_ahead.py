@@ -1,0 +1,95 @@
+"""Steps launched before the last one was read give what steps read one by one give."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.proposers.eagle3 import Eagle3Proposer
+from spectrain.infer.proposers.none import NoneProposer
+from spectrain.infer.request import FinishReason
+from spectrain.infer.sampling import SamplingParams
+from spectrain.infer.target import Target
+from spectrain.tests.infer.test_eagle3_proposer import head_of
+from spectrain.tests.models import rand_llama
+
+CONFIG = EngineConfig(num_blocks=200, block_size=4, max_batch_tokens=64, max_batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target.from_model(rand_llama(max_position_embeddings=128))
+
+
+def texts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, 30, (count,), generator=generator).tolist()
+    return [torch.randint(3, 97, (n,), generator=generator).tolist() for n in lengths]
+
+
+def settings(count: int, temperature: float) -> list[SamplingParams]:
+    return [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=5 + 7 * (i % 5), stop_token_ids=(11, 42))
+        for i in range(count)
+    ]
+
+
+def engine_of(target: Target, k: int, sampling: str = "greedy", **changes) -> Engine:
+    proposer = Eagle3Proposer(head_of(target), target.tensors(), k, sampling) if k else NoneProposer()
+    return Engine(target, proposer, dataclasses.replace(CONFIG, num_draft_tokens=k, **changes))
+
+
+@pytest.mark.parametrize("num_blocks", [200, 40])
+@pytest.mark.parametrize("k", [0, 1, 4])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_outputs_and_counts_do_not_change(target, temperature, k, num_blocks):
+    sampling = "probabilistic" if temperature else "greedy"
+    runs = []
+    for ahead in (False, True):
+        engine = engine_of(target, k, sampling, launch_ahead=ahead, num_blocks=num_blocks)
+        outputs = engine.generate(texts(14), settings(14, temperature))
+        assert engine.pool.num_free == engine.pool.num_blocks - 1
+        runs.append(outputs)
+    assert [o.token_ids for o in runs[0]] == [o.token_ids for o in runs[1]]
+    assert [o.finish_reason for o in runs[0]] == [o.finish_reason for o in runs[1]]
+    assert {o.finish_reason for o in runs[0]} == {FinishReason.STOP, FinishReason.LENGTH}
+
+
+def test_the_next_step_really_is_in_flight(target):
+    engine = engine_of(target, 4, launch_ahead=True)
+    engine.add_request([5, 6, 7], SamplingParams(max_tokens=40, ignore_eos=True))
+    engine.step()
+    assert engine._flight is not None
+    serial = engine_of(target, 4, launch_ahead=False)
+    serial.add_request([5, 6, 7], SamplingParams(max_tokens=40, ignore_eos=True))
+    serial.step()
+    assert serial._flight is None
+
+
+def test_a_request_cancelled_in_flight_leaves_the_others_alone(target):
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    expected = [o.token_ids for o in engine_of(target, 0).generate(texts(6), params)]
+    engine = engine_of(target, 4, launch_ahead=True, num_blocks=90)
+    ids = [engine.add_request(text, params) for text in texts(6)]
+    outputs = {}
+    for _ in range(6):
+        outputs |= {o.request_id: o for o in engine.step()}
+    cancelled = engine.cancel(ids[2])
+    assert cancelled is not None and cancelled.finish_reason is FinishReason.CANCELLED
+    late = engine.add_request(texts(6)[2], params)  # moves into the blocks and the table row just freed
+    while engine.has_unfinished():
+        outputs |= {o.request_id: o for o in engine.step()}
+    assert [outputs[i].token_ids for i in ids if i != ids[2]] == [t for i, t in enumerate(expected) if i != 2]
+    assert outputs[late].token_ids == expected[2]
+    assert engine.pool.num_free == engine.pool.num_blocks - 1
+
+
+@pytest.mark.parametrize("max_length", [5, 6, 7, 8, 9, 10])
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_the_context_is_filled_and_never_passed(target, max_length, k):
+    params = SamplingParams(max_tokens=99, ignore_eos=True)
+    (expected,) = engine_of(target, 0, launch_ahead=False).generate([[10]], params)
+    (output,) = engine_of(target, k, launch_ahead=True, max_length=max_length).generate([[10]], params)
+    assert output.token_ids == expected.token_ids[: max_length - 1]
+    assert output.finish_reason is FinishReason.LENGTH
