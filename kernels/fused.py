@@ -89,11 +89,11 @@ def _rms_norm_kernel(
     lane = tl.arange(0, BLOCK)
     inside = lane < width
     at = tl.program_id(0).to(tl.int64) * width + lane
-    scale = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
     values = values * tl.rsqrt(tl.sum(values * values, 0) / width + eps)
     values = values * (1.0 + scale) if UNIT_OFFSET else values.to(out.dtype.element_ty).to(tl.float32) * scale
     tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)

@@ -1,8 +1,9 @@
 """Programmatic dependent launch: a kernel that starts while the one before it still runs, on GPUs that can (Hopper on).
 
-A kernel launched with these options must call `gdc_wait` in every program before it reads or writes anything another
-kernel touches; only weights may be read earlier. Then order is kept as if each kernel waited for the one before. Right
-after it calls `gdc_launch_dependents`: the next kernel asks for its weights just when this one leaves the memory idle.
+A kernel launched with these options must call `gdc_wait` in every program before it reads or writes anything; it may
+only ask the cache for lines earlier, which shows no one an old value. Then order is kept as if each kernel waited for
+the one before. Right after it calls `gdc_launch_dependents`: the next kernel asks for its weights just when this one
+leaves the memory idle.
 """
 
 import functools
