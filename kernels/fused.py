@@ -11,9 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import overlap
 from .records import rope_heads
 
 HEADS_PER_PROGRAM = 8
@@ -32,7 +30,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
             UNIT_OFFSET=unit_offset,
             BLOCK=block,
             num_warps=warps,
-            **overlap.options(x),
         )
     return out
 
@@ -45,9 +42,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         block = 1024
-        _silu_mul_kernel[rows, triton.cdiv(width, block)](
-            gate_up.contiguous(), out, width, BLOCK=block, **overlap.options(out)
-        )
+        _silu_mul_kernel[rows, triton.cdiv(width, block)](gate_up.contiguous(), out, width, BLOCK=block)
     return out
 
 
@@ -77,33 +72,26 @@ def rope_store(
             HALF=width // 2,
             BLOCK_H=HEADS_PER_PROGRAM,
             BLOCK=triton.next_power_of_2(width // 2),
-            **overlap.options(q),
         )
     return q
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x, weight, out, width, eps, UNIT_OFFSET: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+    x, weight, out, width, eps, UNIT_OFFSET: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     lane = tl.arange(0, BLOCK)
     inside = lane < width
     at = tl.program_id(0).to(tl.int64) * width + lane
-    scale = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
     values = values * tl.rsqrt(tl.sum(values * values, 0) / width + eps)
     values = values * (1.0 + scale) if UNIT_OFFSET else values.to(out.dtype.element_ty).to(tl.float32) * scale
     tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+def _silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < width
@@ -117,12 +105,8 @@ def _silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr, OVERLAP: tl.const
 def _rope_store_kernel(
     qkv, cos, sin, q_norm, k_norm, q, k_plane, v_plane, slot_mapping, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """H heads of one row (queries, keys, values in line) by the lanes of half a head, whose partners lie HALF on."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     lane = tl.arange(0, BLOCK)

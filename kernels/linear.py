@@ -1,12 +1,10 @@
 """Linear layers of a few rows in Triton: each weight is read from memory once, at the speed of the memory.
 
 One program owns a few output columns and walks its inputs in order, with several blocks of weights on their way; its
-warps share each block by inputs, so that none reads what another does. A row is padded into a tile of 16 or 32 rows,
-sizes at which the tensor cores are given the same instruction; how the inputs are cut depends on the weight alone. So a
-row's result is the same bits whatever rows stand beside it: a draft token is verified by the very numbers that plain
-decoding would have computed. More than `MAX_ROWS` rows go to the library.
-
-While the kernel before it still runs, a program already asks for its first weights, so the memory is never idle.
+warps share each block by inputs, so that none reads what another does. A row is padded into a tile of 16, 32 or 64
+rows, which as a batch of products by slice of inputs are all given the same instruction; how the inputs are cut depends
+on the weight alone. So a row's result is the same bits whatever rows stand beside it: a draft token is verified by the
+very numbers that plain decoding would have computed. More than `MAX_ROWS` rows go to the library.
 """
 
 # Triton gives launches and kernel bodies meanings that its own annotations do not express.
@@ -19,19 +17,13 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import fused, overlap
+from . import fused
 
 MAX_ROWS = 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FILL = 96
 """Programs that keep the memory of a large GPU busy; weights that give fewer are cut over their inputs."""
-PREFETCH_LINES = 16
-"""Cache lines of each output column that a program asks for while it waits for its turn."""
-LINE_BYTES = tl.constexpr(128)
-FIRST_PROGRAMS = tl.constexpr(512)
-"""Programs that may start before the kernel before them has ended; later ones find the memory busy anyway."""
 
 
 class Config(NamedTuple):
@@ -50,12 +42,14 @@ def config_for(num_out: int, num_in: int, dtype: torch.dtype, rows: int, *, gate
     splits = 1 if gated or programs >= FILL else max(1, min(triton.cdiv(FILL, programs), num_in // 1024))
     if dtype == torch.float32:
         return Config(block_n=16, block_k=64, stages=3, warps=4, splits=splits)
-    block_k = min(128 if gated else 256, max(64, triton.next_power_of_2(num_in) // 2))
-    block_n = 32 if num_out >= 32 * FILL else 16
-    if rows > 32 and not gated and num_out >= 64 * FILL:
-        block_n = 64
-    in_flight = 64 * 1024 // (block_n * (1 + gated) * block_k * 2)
-    return Config(block_n, block_k, stages=1 + max(2, min(4, in_flight)), warps=4, splits=splits)
+    block_k = min(256, max(64, triton.next_power_of_2(num_in) // 2))
+    if rows <= 32:
+        # narrow programs, many of them, keep more of the weight on its way
+        return Config(
+            block_n=16, block_k=block_k, stages=4 if gated else 8 if rows <= 16 else 5, warps=4, splits=splits
+        )
+    # every program reads all of x: with many rows that weighs more than the number of programs
+    return Config(32 if gated or num_out < 64 * FILL else 64, block_k, stages=4, warps=4, splits=splits)
 
 
 def linear(
@@ -130,19 +124,16 @@ def _launch(
         EVEN=num_in % split_in == 0 and split_in % config.block_k == 0,
         PARTIAL=config.splits > 1,
         GATED=gated,
-        BLOCK_M=16 if rows <= 16 else 32,
-        TILES=1 if rows <= 32 else 2,
+        BLOCK_M=max(16, triton.next_power_of_2(rows)),
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         SLICES=config.warps,
-        LINES=max(1, min(PREFETCH_LINES, triton.next_power_of_2(split_in * x.element_size() // 128 + 1) // 2)),
         num_stages=config.stages,
         num_warps=config.warps,
-        **overlap.options(x),
     )
     if config.splits > 1:
         _sum_kernel[rows, triton.cdiv(num_out, 512)](
-            *(into, out, bias, residual, rows, num_out), SPLITS=config.splits, BLOCK=512, **overlap.options(x)
+            *(into, out, bias, residual, rows, num_out), SPLITS=config.splits, BLOCK=512
         )
 
 
@@ -150,10 +141,9 @@ def _launch(
 def _linear_kernel(
     x, weight, out, bias, residual, rows, num_out, weight_stride,
     IN: tl.constexpr, SPLIT_IN: tl.constexpr, EVEN: tl.constexpr, PARTIAL: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr, LINES: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """M rows of x, N output columns, K inputs, a slice to each warp; a second tile of rows shares the weights."""
+    """M rows of x, N output columns, K inputs, of which each warp has its slice."""
     split = tl.program_id(1)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, BLOCK_M)
@@ -163,87 +153,44 @@ def _linear_kernel(
     w_at = weight + read.to(tl.int64)[None, None, :] * weight_stride + first + lane[:, :, None]
     u_at = weight + (read + num_out).to(tl.int64)[None, None, :] * weight_stride + first + lane[:, :, None]
     x_at = x + row[None, :, None] * IN + first + lane[:, None, :]
-    high, low = (row < rows)[None, :, None], (row + BLOCK_M < rows)[None, :, None]
-
-    if OVERLAP:
-        if tl.program_id(0) < FIRST_PROGRAMS:
-            line = tl.arange(0, LINES) * (LINE_BYTES // (weight.dtype.element_ty.primitive_bitwidth // 8))
-            start = tl.minimum(first + line, IN - 1)[:, None]
-            _prefetch(weight + read.to(tl.int64)[None, :] * weight_stride + start)
-            if GATED:
-                _prefetch(weight + (read + num_out).to(tl.int64)[None, :] * weight_stride + start)
-        gdc_wait()
-        gdc_launch_dependents()
+    live = (row < rows)[None, :, None]
 
     acc = tl.zeros([SLICES, BLOCK_M, BLOCK_N], tl.float32)
-    acc_up, acc_low, acc_low_up = acc, acc, acc
+    acc_up = acc
     for k in range(0, SPLIT_IN, BLOCK_K):
         inside = lane + k < tl.minimum(SPLIT_IN, IN - first)
         w = tl.load(w_at + k) if EVEN else tl.load(w_at + k, mask=inside[:, :, None], other=0.0)
-        a_mask = high if EVEN else high & inside[:, None, :]
-        a = tl.load(x_at + k, mask=a_mask, other=0.0)
-        b = a
-        acc = tl.dot(a, w, acc, input_precision="ieee")
-        if TILES == 2:
-            b_mask = low if EVEN else low & inside[:, None, :]
-            b = tl.load(x_at + k + BLOCK_M * IN, mask=b_mask, other=0.0)
-            acc_low = tl.dot(b, w, acc_low, input_precision="ieee")
+        rows_of_x = tl.load(x_at + k, mask=live if EVEN else live & inside[:, None, :], other=0.0)
+        acc = tl.dot(rows_of_x, w, acc, input_precision="ieee")
         if GATED:
             u = tl.load(u_at + k) if EVEN else tl.load(u_at + k, mask=inside[:, :, None], other=0.0)
-            acc_up = tl.dot(a, u, acc_up, input_precision="ieee")
-            if TILES == 2:
-                acc_low_up = tl.dot(b, u, acc_low_up, input_precision="ieee")
+            acc_up = tl.dot(rows_of_x, u, acc_up, input_precision="ieee")
 
-    if PARTIAL:
-        out += split.to(tl.int64) * rows * num_out
-    _finish(acc, acc_up, x, out, bias, residual, row, column, rows, num_out, PARTIAL, GATED)
-    if TILES == 2:
-        _finish(acc_low, acc_low_up, x, out, bias, residual, row + BLOCK_M, column, rows, num_out, PARTIAL, GATED)
-
-
-@triton.jit
-def _prefetch(pointers):
-    """Asks for the cache lines of a block of pointers without waiting for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _finish(
-    acc, acc_up, x, out, bias, residual, row, column, rows, num_out, PARTIAL: tl.constexpr, GATED: tl.constexpr
-):  # fmt: skip
-    acc, acc_up = tl.sum(acc, 0), tl.sum(acc_up, 0)
+    total, total_up = tl.sum(acc, 0), tl.sum(acc_up, 0)
     inside = column < num_out
-    live = (row < rows)[:, None] & inside[None, :]
+    stored = (row < rows)[:, None] & inside[None, :]
     at = row.to(tl.int64)[:, None] * num_out + column[None, :]
+    if PARTIAL:
+        at += split.to(tl.int64) * rows * num_out
     if not PARTIAL:
         if bias is not None:
-            acc += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+            total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
         if residual is not None:
-            acc += tl.load(residual + at, mask=live, other=0.0).to(tl.float32)
+            total += tl.load(residual + at, mask=stored, other=0.0).to(tl.float32)
     if GATED:
         if bias is not None:
-            acc_up += tl.load(bias + num_out + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-        gate = acc.to(x.dtype.element_ty).to(tl.float32)
-        up = acc_up.to(x.dtype.element_ty).to(tl.float32)
-        acc = (gate * tl.sigmoid(gate)).to(x.dtype.element_ty).to(tl.float32) * up
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=live)
+            total_up += tl.load(bias + num_out + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        dtype = x.dtype.element_ty
+        gate, up = total.to(dtype).to(tl.float32), total_up.to(dtype).to(tl.float32)
+        total = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _sum_kernel(
-    partial, out, bias, residual, rows, num_out, SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+    partial, out, bias, residual, rows, num_out, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Adds the splits of a row in their order."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < num_out
