@@ -5,6 +5,7 @@ import torch
 from ..infer.engine import Engine, EngineConfig
 from ..infer.proposers.base import Proposer
 from ..infer.target import Target
+from ..kernels.records import VerifyMode
 
 STEP_TOKENS = 2048
 
@@ -18,6 +19,8 @@ def build_engine(
     longest: int,
     num_blocks: int | None = None,
     eager: bool = False,
+    verify_mode: VerifyMode = VerifyMode.STANDARD,
+    acceptance_rates: tuple[float, ...] | None = None,
 ) -> Engine:
     """An engine whose cache holds a full batch of `longest` tokens each, as far as memory goes.
 
@@ -30,6 +33,8 @@ def build_engine(
         max_batch_size=batch_size,
         max_length=max(longest, num_draft_tokens + 1),
         eager=eager,
+        verify_mode=verify_mode,
+        acceptance_rates=acceptance_rates,
     )
     if target.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..kernels.records import VerifyMode
 from .graphs import GraphCache
 from .planes import BlockPool, Planes, PlaneSpec
 from .proposers.base import Proposer, Released
@@ -19,8 +20,10 @@ from .sampling import SamplingParams, SamplingTable
 from .scheduler import Scheduler
 from .statistics import EngineStatistics, StepKind
 from .stopping import FinishReason, Stopper
+from .synthetic import check_survival, synthetic_rates
 from .table import RequestTable
 from .target import Target
+from .verify import Verification
 
 
 class EngineError(ValueError):
@@ -41,6 +44,8 @@ class EngineConfig:
     memory_share: float = 0.8  # of what is free when the engine is built; used where num_blocks is None
     eager: bool = False  # no fused layers, no CUDA graphs, and no step is launched before the last one was read
     launch_ahead: bool | None = None  # launch a step before the last one was read; None: where graphs are used
+    verify_mode: VerifyMode = VerifyMode.STANDARD
+    acceptance_rates: tuple[float, ...] | None = None  # SYNTHETIC: share of steps that keep the first 1, 2, ... drafts
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_batch_tokens", "max_batch_size"):
@@ -48,6 +53,14 @@ class EngineConfig:
                 raise EngineError(f"{name} must be at least 1, found {getattr(self, name)}")
         if self.num_draft_tokens < 0:
             raise EngineError(f"num_draft_tokens must be 0 or more, found {self.num_draft_tokens}")
+        if (self.acceptance_rates is not None) != (self.verify_mode is VerifyMode.SYNTHETIC):
+            given = "none were given" if self.acceptance_rates is None else f"the mode is {self.verify_mode.value}"
+            raise EngineError(f"synthetic verification, and no other, takes acceptance rates; found {given}")
+        if self.acceptance_rates is not None:
+            try:
+                check_survival(self.acceptance_rates, self.num_draft_tokens)
+            except ValueError as error:
+                raise EngineError(str(error)) from error
 
 
 class Engine:
@@ -84,7 +97,12 @@ class Engine:
         self.settings = SamplingTable(config.max_batch_size + 1, target.vocab_size, target.device)
         use_graphs = on_gpu and not config.eager and not requirements.on_host
         self.runner = Runner(
-            target, proposer, self.table, self.settings, GraphCache(target.device) if use_graphs else None
+            target,
+            proposer,
+            self.table,
+            self.settings,
+            GraphCache(target.device) if use_graphs else None,
+            verification=self._verification(),
         )
         launch_ahead = use_graphs if config.launch_ahead is None else config.launch_ahead
         fits = config.max_batch_size * (config.num_draft_tokens + 1) <= config.max_batch_tokens
@@ -292,6 +310,12 @@ class Engine:
         released = Released(request.request_id, request.block_table, request.num_computed, finished)
         self.proposer.release(released)
         self.table.release(request)
+
+    def _verification(self) -> Verification:
+        mode, rates, k = self.config.verify_mode, self.config.acceptance_rates, self.config.num_draft_tokens
+        if not k or rates is None:
+            return Verification(mode if k else VerifyMode.STANDARD)
+        return Verification(mode, synthetic_rates(k, rates=rates, device=self.target.device))
 
     def _num_blocks(self, specs: Sequence[PlaneSpec]) -> int:
         """Blocks for a full batch of full contexts, or as many as the free memory holds."""

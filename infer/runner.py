@@ -21,7 +21,7 @@ from .sampling import NEUTRAL, Features, LogitsRows, SamplingTable, features_of,
 from .scheduler import ScheduledRequest
 from .table import Packed, RequestTable
 from .target import Target, TargetOutput
-from .verify import verify_drafts
+from .verify import Verification, verify_drafts
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of requests a CUDA graph is captured for; beyond the last one batches grow by its size."""
@@ -97,8 +97,11 @@ class Runner:
         table: RequestTable,
         settings: SamplingTable,
         graphs: GraphCache | None,
+        *,
+        verification: Verification,
     ) -> None:
         self.target, self.proposer, self.table, self.settings, self.graphs = target, proposer, table, settings, graphs
+        self.verification = verification
         self.num_draft_tokens = table.num_draft_tokens
         self.spare_slots = max(0, proposer.requirements.lookahead - self.num_draft_tokens)
         self._law_columns: Tensor | None = None  # of the proposer's laws; made once, from the first
@@ -274,6 +277,8 @@ class Runner:
             seeds=table.seeds[rows],
             draft_log_probs=None if law is None else law[rows],
             law_columns=None if law is None else self._law_columns,
+            mode=self.verification.mode,
+            rates=self.verification.rates,
         )
         table.append(rows, verified.token_ids, verified.num_emitted)
         return verified
