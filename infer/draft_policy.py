@@ -79,8 +79,8 @@ class DraftPolicy:
             return Choice(width, True)
         width = self._best_use(requests, padded) if drafts_wait else 1
         self._credit += self.probe_share * plain
-        probe = self.widths[1]
-        probes = not drafts_wait and self._credit >= step[probe] - plain
+        # what a drafting step takes beyond what its tokens are worth
+        probes = not drafts_wait and self._credit >= step[best] - plain * rates[best] * step[best] / len(requests)
         if probes:
             self._credit = 0.0
         return Choice(width, probes)
