@@ -3,6 +3,8 @@
 Plain decoding is a proposer that proposes nothing; it runs in the same loop as every method.
 """
 
+import itertools
+import operator
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ from .graphs import GraphCache
 from .planes import BlockPool, Planes, PlaneSpec
 from .proposers.base import Proposer, Released
 from .request import FinishReason, Request, RequestOutput
-from .runner import Clock, Flight, Runner, Verified
+from .runner import BUCKETS, Clock, Flight, Runner, Verified
 from .sampling import SamplingParams, SamplingTable
 from .scheduler import Scheduler
 from .statistics import EngineStatistics, StepKind
@@ -119,6 +121,22 @@ class Engine:
         self._next_id += 1
         self.scheduler.add(request)
         return request.request_id
+
+    @torch.inference_mode()
+    def best_num_draft_tokens(self) -> dict[int, int]:
+        """By batch size up to the engine's, the draft tokens a request that would have earned most; 0: none pay.
+
+        From what was accepted so far and what steps cost here: measured now, unless adaptive drafting knows.
+        """
+        policy, conditional = self.runner.policy, self.statistics.conditional_acceptance_by_position
+        sizes = [size for size in BUCKETS if size < self.config.max_batch_size] + [self.config.max_batch_size]
+        if policy is not None:
+            return {size: policy.best_num_draft_tokens(size) for size in sizes}
+        if not conditional:
+            return {}
+        costs = self.runner.measure(self.config.max_batch_size)
+        survival = list(itertools.accumulate((rate or 0.0 for rate in conditional), operator.mul))
+        return {size: costs.best_num_draft_tokens(size, survival) for size in sizes}
 
     def has_unfinished(self) -> bool:
         """Whether any request still runs or waits."""
