@@ -3,14 +3,34 @@
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from .options import AllowPackage, Device, Dtype, Eager, MaxLength, Model, Overwrite, Seed
+from .heads import warn_of_differences
+from .options import (
+    AllowPackage,
+    Device,
+    Dtype,
+    Eager,
+    FrequencyPenalty,
+    IgnoreEos,
+    MaxLength,
+    MaxNewTokens,
+    MinP,
+    Model,
+    Overwrite,
+    PresencePenalty,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+)
+from .progress import progress_bars
 
 if TYPE_CHECKING:
     from ..heads.folder import LoadedHead
@@ -44,6 +64,11 @@ class Options(NamedTuple):
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: list[str] | None = None
     seed: int = 0
     max_new_tokens: int = 256
     max_length: int | None = None
@@ -69,16 +94,11 @@ DraftSampling = Annotated[Literal["greedy", "probabilistic"], typer.Option(help=
 DraftPolicy = Annotated[
     Literal["fixed", "adaptive"], typer.Option(help="`adaptive` verifies the drafts that pay and rests where none do.")
 ]
-Temperature = Annotated[float, typer.Option(help="0 decodes greedily.")]
-TopK = Annotated[int, typer.Option(help="0 keeps every token.")]
-TopP = Annotated[float, typer.Option(help="1 keeps every token.")]
-MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate a prompt.")]
 Limit = Annotated[int | None, typer.Option(help="Prompts a file.")]
 BatchSize = Annotated[int, typer.Option(help="Requests decoded together.")]
 NumBlocks = Annotated[int | None, typer.Option(help="Cache blocks of 16 tokens; what the prompts need otherwise.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Skip the chat template.")]
 AllTurns = Annotated[bool, typer.Option("--all-turns", help="Every turn of a `turns` row as a prompt of its own.")]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Generate past end tokens.")]
 Out = Annotated[Path, typer.Option(help="Folder for report.json, report.html and outputs.jsonl.")]
 
 
@@ -93,6 +113,11 @@ def evaluate(
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    stop: Stop = None,
     seed: Seed = 0,
     max_new_tokens: MaxNewTokens = 256,
     max_length: MaxLength = None,
@@ -141,7 +166,7 @@ def run(options: Options, *, quiet: bool = False) -> "list[MethodResult]":
     measured = []
     for name, prompts in prompt_sets.items():
         build = _builder(options, target, loaded, prompts)
-        with _progress(len(prompts)) as progress:
+        with progress_bars(len(prompts)) as progress:
             measured.append(_measure(method, name, prompts, params, k, options, target, build, progress))
     results = [m.result for m in measured]
     _write(options, k, target, measured)
@@ -219,13 +244,10 @@ def _params(options: Options) -> "SamplingParams":
         value = getattr(options, name)
         if value is not None and value < 1:
             raise EvalError(f"--{name.replace('_', '-')} must be at least 1, found {value}; give a larger number")
-    return SamplingParams(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        max_tokens=options.max_new_tokens,
-        ignore_eos=options.ignore_eos,
-    )
+    same = ("temperature", "top_k", "top_p", "min_p", "ignore_eos")
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    given = {name: getattr(options, name) for name in (*same, *penalties)}
+    return SamplingParams(max_tokens=options.max_new_tokens, stop=tuple(options.stop or ()), **given)
 
 
 def _set_names(paths: Sequence[Path]) -> list[str]:
@@ -263,29 +285,8 @@ def _load_head(options: Options, target: "Target") -> "LoadedHead":
                 f"{options.head} was trained for a target of {name} {getattr(made, name)}, {options.model} has "
                 f"{getattr(found, name)}; give the target it was trained for"
             )
-    _warn_of_differences(loaded.record, target, options)
+    warn_of_differences(loaded.record, target, options.head, options.model)
     return loaded
-
-
-def _warn_of_differences(record: Mapping[str, Any], target: "Target", options: Options) -> None:
-    """A head trained on another chat template, tokenizer or set of weights drafts badly; nothing else says why."""
-    from ..infer.prompts import template_hash, tokenizer_hash
-
-    trained = record.get("shards", {})
-    weights = json.loads(trained.get("target", {}).get("fingerprint") or "{}").get("weights")
-    here = target.fingerprint()["weights"]
-    pairs = {
-        "chat template": (trained.get("template_hash"), template_hash(target.tokenizer)),
-        "tokenizer": (trained.get("tokenizer_hash"), tokenizer_hash(target.tokenizer)),
-        "target's weights": (weights and weights["values"], here["values"]),
-    }
-    for what, (then, now) in pairs.items():
-        if then not in (None, now):
-            print(
-                f"spectrain: warning: the {what} {options.head} was trained with ({then[:12]}) differ from those of "
-                f"{options.model} ({now[:12]}); acceptance will suffer",
-                file=sys.stderr,
-            )
 
 
 def _num_draft_tokens(options: Options, record: Mapping[str, Any]) -> int:
@@ -344,22 +345,6 @@ def _proposer(options: Options, target: "Target", loaded: "LoadedHead | None", n
     return proposer(loaded.head, target.tensors(), num_draft_tokens, options.draft_sampling)
 
 
-@contextmanager
-def _progress(num_prompts: int) -> "Iterator[Progress]":
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, transient=True) as bars:
-        tasks: dict[str, Any] = {}
-
-        def report(phase: str, finished: int) -> None:
-            if phase not in tasks:
-                tasks[phase] = bars.add_task(phase, total=num_prompts)
-            bars.update(tasks[phase], completed=finished)
-
-        yield report
-
-
 def _write(options: Options, k: int, target: "Target", measured: "Sequence[Measured]") -> None:
     from ..infer.report import report_json, write_json
     from ..infer.report_page import page
@@ -390,13 +375,16 @@ def _write_outputs(path: Path, target: "Target", measured: "Sequence[Measured]")
             runs = {m.result.method: m.outputs, PLAIN: m.plain_outputs}
             for method, outputs in runs.items():
                 for index, output in enumerate(outputs):
+                    text = output.text
+                    if text is None and target.tokenizer is not None:
+                        text = target.tokenizer.decode(output.token_ids)
                     row = {
                         "index": index,
                         "method": method,
                         "prompt_set": m.result.prompt_set,
                         "prompt_token_ids": output.prompt_token_ids,
                         "token_ids": output.token_ids,
-                        "text": target.tokenizer.decode(output.token_ids) if target.tokenizer else None,
+                        "text": text,
                     }
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
 

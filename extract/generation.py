@@ -100,6 +100,8 @@ class TextWriter:
             ),
         )
         for path, prompts in missing:
+            # a chunk's bytes may not depend on which chunks this process wrote before it
+            engine.pool.forget()
             outputs = engine.generate(
                 [prompt.token_ids for prompt in prompts],
                 [self._params(prompt) for prompt in prompts],

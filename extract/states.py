@@ -50,6 +50,7 @@ class StateExtractor:
                 max_batch_tokens=batch_tokens,
                 max_batch_size=MAX_BATCH_SIZE,
                 max_length=max_length,
+                prefix_cache=False,  # states must not depend on what was extracted before
                 eager=True,  # prompts alone: nothing to record
             ),
         )

@@ -127,11 +127,29 @@ def store_and_attend(
 
     q [num_tokens, heads, width_k]; returns [num_tokens, heads, width_v] in q's dtype.
     """
+    dispatch.store_kv(k, v, plane.k, plane.v, batch.slot_mapping)
+    return attend(plane, batch, q, scale=scale, window=window, chunk=chunk, softcap=softcap, sinks=sinks)
+
+
+def attend(
+    plane: Plane,
+    batch: PackedBatch,
+    q: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    chunk: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attends with q [num_tokens, heads, width_k] over a plane that holds this step's rows already.
+
+    Returns [num_tokens, heads, width_v] in q's dtype; raises ValueError for a cache-only plane.
+    """
     if plane.v is None:
         raise ValueError("a plane that is attended to must hold values, found a cache-only plane")
-    dispatch.store_kv(k, v, plane.k, plane.v, batch.slot_mapping)
     return dispatch.paged_attention(
-        q.contiguous(),
+        q,
         plane.k,
         plane.v,
         batch.cu_seqlens,

@@ -77,7 +77,7 @@ class DraftPolicy:
         if rates[best] > len(requests) / plain:
             width = self._wider(best, step) if drafts_wait else 1
             return Choice(width, True)
-        width = self._best_use(requests, padded) if drafts_wait else 1
+        width = self._best_use(requests, padded, len(requests) / plain) if drafts_wait else 1
         self._credit += self.probe_share * plain
         # what a drafting step takes beyond what its tokens are worth
         probes = not drafts_wait and self._credit >= step[best] - plain * rates[best] * step[best] / len(requests)
@@ -147,10 +147,13 @@ class DraftPolicy:
         self._credit = 0.0
         return wider
 
-    def _best_use(self, requests: set[int], padded: int) -> int:
-        """The best width for drafts that are paid for; never 1, so that drafts made as a probe tell something."""
-        rates = {
-            width: self._tokens(len(requests), padded, width) / self._step_ms(requests, padded, width, False)
-            for width in self.widths[1:]
-        }
-        return max(rates, key=rates.__getitem__)
+    def _best_use(self, requests: set[int], padded: int, rate: float) -> int:
+        """The best width for drafts that are paid for, where time is worth `rate` tokens a millisecond.
+
+        Never 1, so that drafts made as a probe tell something.
+        """
+
+        def worth(width: int) -> float:
+            return self._tokens(len(requests), padded, width) - rate * self._step_ms(requests, padded, width, False)
+
+        return max(self.widths[1:], key=worth)

@@ -17,11 +17,12 @@ from .draft_policy import DraftPolicy, DraftPolicyName
 from .graphs import GraphCache
 from .planes import BlockPool, Planes, PlaneSpec
 from .proposers.base import Proposer, Released
-from .request import FinishReason, Request, RequestOutput
+from .request import Request, RequestOutput
 from .runner import BUCKETS, Clock, Flight, Runner, Verified
 from .sampling import SamplingParams, SamplingTable
 from .scheduler import Scheduler
 from .statistics import EngineStatistics, StepKind
+from .stopping import FinishReason, Stopper
 from .table import RequestTable
 from .target import Target
 
@@ -40,8 +41,9 @@ class EngineConfig:
     max_batch_tokens: int = 2048
     max_batch_size: int = 64
     max_length: int | None = None  # None: the target's
+    prefix_cache: bool = True  # requests share the blocks of a common beginning
     memory_share: float = 0.8  # of what is free when the engine is built; used where num_blocks is None
-    eager: bool = False  # no CUDA graphs, and no step is launched before the last one was read
+    eager: bool = False  # no fused layers, no CUDA graphs, and no step is launched before the last one was read
     launch_ahead: bool | None = None  # launch a step before the last one was read; None: where graphs are used
     draft_policy: DraftPolicyName = "fixed"  # adaptive: verify what pays, draft while it pays
 
@@ -69,9 +71,17 @@ class Engine:
             )
         requirements = proposer.requirements
         target.capture(requirements.layer_ids)
+        on_gpu = target.device.type == "cuda"
+        self.not_fused: str | None = None  # why the target runs its own code, where it could be fused
+        if on_gpu and not config.eager:
+            self.not_fused = target.fuse()
+        else:
+            target.unfuse()
         specs = (*target.plane_specs, *requirements.planes)
         num_blocks = config.num_blocks or self._num_blocks(specs)
-        self.pool = BlockPool(num_blocks, config.block_size)
+        self.pool = BlockPool(
+            num_blocks, config.block_size, prefix_cache=config.prefix_cache, next_token=requirements.next_token
+        )
         planes = Planes(specs, num_blocks, config.block_size, target.device)
         target.bind(planes)
         self.scheduler = Scheduler(self.pool, config.max_batch_tokens, config.max_batch_size)
@@ -80,7 +90,7 @@ class Engine:
         )
         proposer.bind(planes, config.max_batch_size + 1)
         self.settings = SamplingTable(config.max_batch_size + 1, target.vocab_size, target.device)
-        use_graphs = target.device.type == "cuda" and not config.eager and not requirements.on_host
+        use_graphs = on_gpu and not config.eager and not requirements.on_host
         adaptive = config.draft_policy == "adaptive" and config.num_draft_tokens > 0
         graphs = GraphCache(target.device) if use_graphs else None
         self.runner = Runner(target, proposer, self.table, self.settings, graphs, adaptive=adaptive)
@@ -116,8 +126,14 @@ class Engine:
                 f"a request of up to {longest} tokens needs {self.pool.blocks_for(longest)} blocks, the cache has "
                 f"{self.pool.num_blocks - 1}; raise --num-blocks or lower --max-new-tokens"
             )
+        ends = params.end_token_ids(self.target.eos_token_ids)
+        try:
+            params.check_vocabulary(self.target.vocab_size, ends)
+            stopper = Stopper(params, ends, prompt, self.max_length, self.target.tokenizer)
+        except ValueError as error:
+            raise EngineError(str(error)) from error
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        request = Request(self._next_id, prompt, params, seed)
+        request = Request(self._next_id, prompt, params, seed, stopper)
         self._next_id += 1
         self.scheduler.add(request)
         return request.request_id
@@ -219,7 +235,7 @@ class Engine:
     def _admit(self, request: Request) -> None:
         self.table.admit(request, self._limit(request))
         assert request.slot is not None
-        self.settings.set(request.slot, request.params, sorted(self._end_token_ids(request.params)))
+        self.settings.set(request.slot, request.params, sorted(request.stopper.end_ids))
 
     def _limit(self, request: Request) -> int:
         """The number of known tokens at which a request ends."""
@@ -241,10 +257,12 @@ class Engine:
             if result is None:
                 prompts = True
                 request.num_computed = flight.ends[i]
+                self.scheduler.register(request)
                 continue
             prompts |= not request.is_decoding
             drafted |= result.num_drafted > 0
             self._commit(request, result)
+            self.scheduler.register(request)
             if request.finish_reason:
                 outputs.append(self._finish(request))
         if landed:
@@ -269,34 +287,23 @@ class Engine:
         request.num_drafts = result.num_drafts
         if result.failed:
             request.finish_reason = FinishReason.ERROR
-            request.error = f"the target's logits were not finite after token {len(request.token_ids)}"
+            request.error = (
+                f"the target's logits were not finite, or its settings forbade every token, after token "
+                f"{len(request.token_ids)}"
+            )
             return
-        kept, ends = 0, self._end_token_ids(request.params)
-        for token in result.token_ids:
-            request.token_ids.append(token)
-            kept += 1
-            request.finish_reason = self._stop_reason(request, token, ends)
-            if request.finish_reason:
-                break
+        kept, request.finish_reason = request.stopper.take(result.token_ids)
+        request.token_ids.extend(result.token_ids[:kept])
+        request.logprobs.extend(result.logprobs[:kept])
         request.block_lengths.append(kept)
         request.num_computed = len(request.token_ids) - 1
         self.statistics.count_request(drafted=result.num_drafted, accepted=len(result.token_ids) - 1, emitted=kept)
-
-    def _end_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        own = frozenset() if params.ignore_eos else self.target.eos_token_ids
-        return own | frozenset(params.stop_token_ids)
-
-    def _stop_reason(self, request: Request, token: int, ends: frozenset[int]) -> FinishReason | None:
-        if token in ends and request.num_output_tokens >= request.params.min_tokens:
-            return FinishReason.STOP
-        if request.num_output_tokens >= request.params.max_tokens or len(request.token_ids) >= self.max_length:
-            return FinishReason.LENGTH
-        return None
 
     def _finish(self, request: Request) -> RequestOutput:
         assert request.finish_reason is not None
         self._release(request, finished=request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH))
         self.scheduler.finish(request)
+        self.statistics.count_prompt(len(request.prompt_token_ids), cached=request.num_cached)
         return RequestOutput(
             request.request_id,
             request.prompt_token_ids,
@@ -304,6 +311,8 @@ class Engine:
             request.finish_reason,
             request.block_lengths,
             request.error,
+            request.stopper.text,
+            None if request.params.logprobs is None else request.logprobs,
         )
 
     def _release(self, request: Request, *, finished: bool) -> None:

@@ -16,7 +16,7 @@ from .losslessness import Generation, Losslessness, check_greedy, check_sampled,
 from .report import MethodResult
 from .request import FinishReason, RequestOutput
 from .sampling import SamplingParams
-from .scoring import score_probs, score_rows
+from .scoring import score_logits, score_probs
 from .statistics import EngineStatistics
 
 BuildEngine = Callable[[int, int], Engine]
@@ -143,6 +143,7 @@ def _warm_up(work: Evaluation, engine: Engine) -> None:
     few = min(len(work.prompts), work.batch_size)
     params = [replace(p, max_tokens=min(p.max_tokens, WARMUP_TOKENS)) for p in work.params[:few]]
     engine.generate(work.prompts[:few], params)
+    engine.pool.forget()  # or the measured run would find these prompts computed
     engine.statistics = EngineStatistics()
 
 
@@ -165,7 +166,7 @@ def _check_equal(
 ) -> Losslessness:
     first, second = ([_generation(o) for o in run.outputs] for run in (plain, drafted))
     differences = None
-    verdict = check_greedy(first, second, partial(score_rows, engine), work.dtype, differences)
+    verdict = check_greedy(first, second, partial(score_logits, engine, work.params[0]), work.dtype, differences)
     if work.dtype in (torch.float32, torch.float64) or not verdict.divergences:
         return verdict
     del engine
@@ -182,7 +183,7 @@ def _check_equal(
     phase = f"plain decoding, batch {repeated.batch_size}"
     other = _run(repeated, engine, lambda finished: progress(phase, finished // copies))
     differences = count_differences(first, [_generation(o) for o in other.outputs[::copies]])
-    return check_greedy(first, second, partial(score_rows, engine), work.dtype, differences)
+    return check_greedy(first, second, partial(score_logits, engine, work.params[0]), work.dtype, differences)
 
 
 def _generation(output: RequestOutput) -> Generation:
@@ -218,6 +219,8 @@ def _result(
         temperature=work.temperature,
         batch_size=work.batch_size,
         num_prompts=len(work.prompts),
+        prompt_tokens=counts.prompt_tokens,
+        cached_prompt_tokens=counts.cached_prompt_tokens,
         output_tokens=counts.output_tokens,
         acceptance_length=counts.acceptance_length,
         acceptance_length_kept=counts.acceptance_length_kept,

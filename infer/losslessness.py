@@ -14,8 +14,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-RowScores = Callable[[Sequence[int], Sequence[int]], Tensor]
-"""`scores(token_ids, rows) -> [len(rows), vocab] float32`: what the target says after each row, asked alone."""
+RowScores = Callable[[Sequence[int], Sequence[int], int], Tensor]
+"""`scores(token_ids, rows, prompt_len) -> [len(rows), vocab] float32`: what the target says after each row of a text
+that begins with a prompt, asked alone, under the run's sampling settings."""
 
 SIGNIFICANCE = 1e-4
 SMALLEST_SAMPLE = 20
@@ -65,7 +66,8 @@ class Losslessness:
 
 def rounding_bound(logits: Tensor, dtype: torch.dtype) -> float:
     """How far two right computations of one row [vocab] may lie apart when the target computes in `dtype`."""
-    return ROUNDING_STEPS[dtype] * torch.finfo(dtype).eps * max(1.0, float(logits.abs().max()))
+    allowed = logits.masked_fill(logits.isneginf(), 0)
+    return ROUNDING_STEPS[dtype] * torch.finfo(dtype).eps * max(1.0, float(allowed.abs().max()))
 
 
 def check_greedy(
@@ -137,7 +139,7 @@ def check_sampled(
             continue
         known = [*output.prompt_token_ids, *output.token_ids]
         start = len(output.prompt_token_ids) - 1
-        laws = probs(known[:-1], range(start, start + len(output.token_ids)))
+        laws = probs(known[:-1], range(start, start + len(output.token_ids)), start + 1)
         tokens = torch.tensor(list(output.token_ids), device=laws.device)
         impossible += int((laws.gather(1, tokens[:, None]) <= 0).sum())
         values = probability_integrals(laws, tokens, generator)
@@ -206,7 +208,7 @@ def _diverge(prompt: int, plain: Generation, drafted: Generation, scores: RowSco
         ends = [tokens[at] if at < len(tokens) else None for tokens in (a, b)]
         return Divergence(prompt, at, *ends, gap=None, bound=0.0, excused=False)
     known = [*plain.prompt_token_ids, *a[:at]]
-    row = scores(known, [len(known) - 1])[0].float()
+    row = scores(known, [len(known) - 1], len(plain.prompt_token_ids))[0].float()
     gap = float(row.max() - torch.minimum(row[a[at]], row[b[at]]))
     bound = rounding_bound(row, dtype)
     return Divergence(prompt, at, a[at], b[at], gap, bound, excused=gap <= bound)

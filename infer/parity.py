@@ -1,9 +1,12 @@
-"""The load-time parity check: packed requests on our cache give what each gives alone in the library's attention."""
+"""Parity checks: packed requests on our cache give what each gives alone in the library's attention, and a layer whose
+code was replaced gives what it gave before.
+"""
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .batch import PackedBatch
 from .planes import slots_of
@@ -74,4 +77,71 @@ def check_parity(
             raise TargetError(
                 f"{name} is refused: packed with another request its logits are off by {error:.2g} relative to a lone "
                 f"forward, expected at most {bound:g}; its attention is not what it hands over, use another target"
+            )
+
+
+class LayerCall(NamedTuple):
+    """What one decoder layer was given and what it returned."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    hidden: Tensor  # [1, num_tokens, hidden]
+    output: Tensor
+
+
+def far_batch(token_ids: Sequence[Sequence[int]], max_length: int, device: torch.device) -> PackedBatch:
+    """Whole documents whose last one stands at the end of the context: scales that grow with the position show."""
+    batch = packed_batch(token_ids, [0] * len(token_ids), BLOCK_TABLES, BLOCK_SIZE, device)
+    positions, last = batch.positions.clone(), len(token_ids[-1])
+    positions[-last:] += max(0, max_length - last)
+    return batch._replace(positions=positions)
+
+
+def record_layers(layers: nn.ModuleList, run: Callable[[], Tensor]) -> list[LayerCall]:
+    """The call of each layer during `run()`, with the model's own code."""
+    calls: list[LayerCall] = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        calls.append(
+            LayerCall(args, kwargs, hidden.clone(), output[0] if isinstance(output, tuple) else output.clone())
+        )
+
+    handles = [layer.register_forward_hook(keep, with_kwargs=True) for layer in layers]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def compare_layers(name: str, layers: nn.ModuleList, calls: Sequence[LayerCall], run: Callable[[], Tensor]) -> None:
+    """Gives each layer, during `run()`, the input it was recorded with and compares its output; raises TargetError.
+
+    What a layer adds to its input may be off by the rounding of its steps, the sum by one more. The worst row counts,
+    in half precision the median one.
+    """
+    outputs: list[Any] = []
+
+    def force(index: int) -> Callable[..., Any]:
+        return lambda module, args, kwargs: (calls[index].args, calls[index].kwargs)
+
+    handles = [layer.register_forward_pre_hook(force(i), with_kwargs=True) for i, layer in enumerate(layers)]
+    handles += [layer.register_forward_hook(lambda module, args, output: outputs.append(output)) for layer in layers]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    eps = torch.finfo(calls[0].output.dtype).eps
+    for index, (call, output) in enumerate(zip(calls, outputs, strict=True)):
+        added = (call.output - call.hidden).double().norm(dim=-1)
+        bound = max(8 * eps, 1e-4) * added + max(eps, 1e-6) * call.output.double().norm(dim=-1)
+        excess = (output.double() - call.output.double()).norm(dim=-1) / bound
+        worst = (excess.median() if call.output.element_size() < 4 else excess.max()).item()
+        if not worst <= 1:
+            raise TargetError(
+                f"{name} cannot run fused: its layer {index} is off by {worst:.3g} times what rounding explains, so it "
+                f"computes something else than layers made of the same parts"
             )

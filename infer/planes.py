@@ -2,11 +2,14 @@
 
 A plane is one layer's cache: [num_blocks, block_size, heads, width]. Target layers, draft layers and the cache-only
 layer are planes over the same block table: allocated, preempted and freed together. Block 0 is never handed out;
-padding rows write there.
+padding rows write there. Full blocks are shared between requests whose texts begin alike.
 """
 
+from array import array
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 import torch
 from torch import Tensor
@@ -55,17 +58,33 @@ class Planes:
 
 
 class BlockPool:
-    """The free blocks; a block belongs to at most one request."""
+    """Which tables hold which block, and which text a block's rows stand for: the prefix cache.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    A block is used (by one table or more), idle (by none, but its rows still answer a key) or free. Only full blocks
+    whose rows are final get a key, and a table writes only behind its final rows: shared blocks are never written and
+    need no copy-on-write.
+
+    A key is SHA-256 over the key of the block before and the block's own tokens, so it names the whole text up to the
+    block's end; with `next_token` also the token that follows, on which the last row of a draft plane may depend.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, prefix_cache: bool = False, next_token: bool = False
+    ) -> None:
         if num_blocks < 2:
             raise ValueError(f"a cache needs at least 2 blocks (one is kept for padding), found {num_blocks}")
         self.num_blocks, self.block_size = num_blocks, block_size
+        self.prefix_cache, self.next_token = prefix_cache, next_token
         self._free = list(range(num_blocks - 1, 0, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._refs = [0] * num_blocks
+        self._key_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that can be handed out: free and idle ones."""
+        return len(self._free) + len(self._idle)
 
     @property
     def capacity(self) -> int:
@@ -79,10 +98,10 @@ class BlockPool:
     def grow(self, block_table: list[int], num_tokens: int) -> bool:
         """Extends a table in place to hold `num_tokens` slots; False, and nothing taken, if too few are free."""
         wanted = self.blocks_for(num_tokens) - len(block_table)
-        if wanted > len(self._free):
+        if wanted > self.num_free:
             return False
         for _ in range(wanted):
-            block_table.append(self._free.pop())
+            block_table.append(self._take())
         return True
 
     def grow_within(self, block_table: list[int], num_tokens: int) -> None:
@@ -91,9 +110,71 @@ class BlockPool:
         self.grow(block_table, min(num_tokens, held + self.num_free * self.block_size))
 
     def release(self, block_table: list[int]) -> None:
-        """Takes every block of a table back and empties it."""
-        self._free.extend(reversed(block_table))
+        """Gives up every block of a table and empties it; blocks with a key stay findable until they are needed."""
+        # the end of a text goes first: without its beginning it could not be found
+        for block in reversed(block_table):
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                if block in self._key_of:
+                    self._idle[block] = None
+                else:
+                    self._free.append(block)
         block_table.clear()
+
+    def extend_keys(self, keys: list[bytes], token_ids: Sequence[int]) -> None:
+        """Appends the keys of the full blocks of `token_ids` that `keys` does not reach yet; a text only grows."""
+        if not self.prefix_cache:
+            return
+        size = self.block_size
+        span = size + self.next_token
+        for start in range(len(keys) * size, len(token_ids) - span + 1, size):
+            text = array("q", token_ids[start : start + span]).tobytes()
+            keys.append(sha256((keys[-1] if keys else b"") + text).digest())
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """The blocks that hold the longest known beginning of a text; not taken yet."""
+        blocks = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def fits(self, num_tokens: int, shared: Sequence[int]) -> bool:
+        """Whether a table that starts with the blocks `shared` could grow to `num_tokens` slots."""
+        used = sum(self._refs[block] > 0 for block in shared)
+        return self.blocks_for(num_tokens) - used <= self.num_free
+
+    def share(self, block_table: list[int], blocks: Sequence[int]) -> None:
+        """Lets an empty table start with blocks that `find` just gave."""
+        assert not block_table, "shared blocks stand at the beginning of a table"
+        for block in blocks:
+            self._idle.pop(block, None)
+            self._refs[block] += 1
+        block_table.extend(blocks)
+
+    def register(self, block: int, key: bytes) -> None:
+        """Makes a used block findable; its rows must be final in every plane. A second block of a key stays private."""
+        assert self._refs[block] > 0 and block not in self._key_of, "only a used block without a key can be given one"
+        if key not in self._block_of:
+            self._block_of[key], self._key_of[block] = block, key
+
+    def forget(self) -> None:
+        """Empties the prefix cache; tables keep their blocks."""
+        self._free.extend(reversed(self._idle))
+        self._idle.clear()
+        self._key_of.clear()
+        self._block_of.clear()
+
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._idle.popitem(last=False)
+            del self._block_of[self._key_of.pop(block)]
+        self._refs[block] = 1
+        return block
 
 
 def slots_of(block_table: Sequence[int], positions: Tensor, block_size: int) -> Tensor:

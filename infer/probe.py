@@ -59,6 +59,9 @@ class AttentionLayer:
     dtype: torch.dtype
     window: int
     chunk: int
+    scale: float
+    softcap: float
+    sinks: bool
 
 
 def probe_attention(
@@ -190,7 +193,19 @@ def _layer(
             f"{name} is refused: layer {layer} builds its own mask ({type(call.pattern).__name__}), which paged "
             f"attention does not honour; use a target of another family"
         )
-    return AttentionLayer(module, path, call.kv_heads, call.width_k, call.width_v, call.dtype, window, chunk)
+    return AttentionLayer(
+        module,
+        path,
+        call.kv_heads,
+        call.width_k,
+        call.width_v,
+        call.dtype,
+        window,
+        chunk,
+        scale=float(call.keywords.get("scaling", call.width_k**-0.5)),
+        softcap=float(call.keywords.get("softcap", 0.0)),
+        sinks="s_aux" in call.keywords,
+    )
 
 
 def mask_shape(prefix: str, pattern: MaskPattern, max_length: int) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from .losslessness import Losslessness
 DEFINITIONS = {
     "acceptance_length": "1 + accepted draft tokens / drafts, over steps that drafted, before stop rules cut a block",
     "acceptance_length_kept": "the same after stop rules",
+    "cached_prompt_tokens": "prompt tokens found in the prefix cache, which every measured run starts empty",
     "tokens_per_step": "output tokens of a request / target forwards that sampled for it; plain decoding gives 1",
     "acceptance_by_position": "unconditional: drafts accepted up to this position / all drafts",
     "conditional_acceptance_by_position": "accepted here / drafts that reached this position",
@@ -33,6 +34,8 @@ class MethodResult:
     temperature: float
     batch_size: int
     num_prompts: int
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
     output_tokens: int
     acceptance_length: float | None
     acceptance_length_kept: float | None
@@ -104,6 +107,7 @@ def table_rows(result: MethodResult) -> list[tuple[str, str]]:
         ("prompts", f"{result.num_prompts} ({result.prompt_set}), batch {result.batch_size}"),
         ("temperature", f"{result.temperature:g}"),
         ("draft tokens", drafts),
+        ("prompt tokens", f"{result.prompt_tokens:,}, {result.cached_prompt_tokens:,} of them cached"),
         ("output tokens", f"{result.output_tokens:,}"),
         ("acceptance length", _length(result.acceptance_length)),
         ("  after stops", _number(result.acceptance_length_kept)),

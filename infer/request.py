@@ -1,18 +1,9 @@
 """A request: what was asked, what is known so far, and where its cache lives."""
 
 from dataclasses import dataclass, field
-from enum import Enum
 
 from .sampling import SamplingParams
-
-
-class FinishReason(Enum):
-    """Why a request ended."""
-
-    STOP = "stop"  # an end or stop token
-    LENGTH = "length"  # the output or the context is full
-    ERROR = "error"  # the target's logits were not finite
-    CANCELLED = "cancelled"
+from .stopping import FinishReason, Stopper
 
 
 @dataclass(eq=False)
@@ -27,12 +18,17 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
+    stopper: Stopper
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)  # of the full blocks of the known tokens
+    num_registered: int = 0  # leading blocks of the table that the prefix cache has seen
+    num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     num_drafts: int = 0
     slot: int | None = None  # row of the request table while it runs
     block_lengths: list[int] = field(default_factory=list)  # tokens kept of each verification step, in order
+    logprobs: list[dict[int, float]] = field(default_factory=list)  # of each output token, where asked for
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -60,7 +56,10 @@ class RequestOutput:
 
     request_id: int
     prompt_token_ids: list[int]
-    token_ids: list[int]  # an emitted end token is part of it
+    token_ids: list[int]  # an emitted end token is part of it, and so is what completed a stop string
     finish_reason: FinishReason
     block_lengths: list[int]  # tokens each verification step added; sums to len(token_ids)
     error: str | None = None
+    text: str | None = None  # with stop strings: the output's text, cut before the string that ended it
+    # per output token, where asked for: log-probability by token id under the target's own law, the emitted one first
+    logprobs: list[dict[int, float]] | None = None

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.records import RejectionOutputs
+from ..kernels.records import RejectionOutputs, law_columns
 from .costs import Rehearsal, StepCosts, measure_costs, stopwatch
 from .draft_policy import Choice, DraftPolicy, Promise, draft_widths
 from .drafting import SurvivalEstimator, expected_accepted, log_odds_of, select
 from .graphs import GraphCache
 from .proposers.base import DraftStep, ObservedRows, Proposer
 from .request import Request
-from .sampling import Features, SamplingTable, features_of, process_logits
+from .sampling import NEUTRAL, Features, LogitsRows, SamplingTable, features_of, process_logits, top_logprobs
 from .scheduler import ScheduledRequest
 from .table import Packed, RequestTable
 from .target import Target, TargetOutput
@@ -45,6 +45,7 @@ class Verified(NamedTuple):
     failed: bool  # the target's logits were not finite
     num_drafted: int  # drafts that were verified
     num_drafts: int  # drafts that wait for the next step
+    logprobs: list[dict[int, float]]  # of each token, the token itself first; empty where not asked for
 
 
 class Flight:
@@ -59,15 +60,18 @@ class Flight:
         self.padded = len(requests)
         self._promise: Promise | None = None
         self._accepted: Tensor | None = None
-        self._results: Tensor | None = None
+        self._results: list[Tensor] = []
 
     @property
     def all_sample(self) -> bool:
         return all(self.samples)
 
-    def keep(self, results: Tensor) -> None:
-        """Starts copying results [samplers, k + 5] int64 to the host."""
-        self._results = _to_host(results)
+    def keep(self, results: Sequence[Tensor]) -> None:
+        """Starts copying results, [samplers, k + 5] int64 first, to the host.
+
+        Where log-probabilities were asked for, ids [samplers, k + 1, n + 1] int64 and values float32 follow.
+        """
+        self._results = [_to_host(tensor) for tensor in results]
         self.clock.mark("copied")
 
     def keep_promise(self, promise: Promise, accepted: Tensor) -> None:
@@ -79,14 +83,17 @@ class Flight:
         self.clock.wait("copied")
         if self._promise is not None and self._accepted is not None:
             self._promise.accepted = self._accepted.tolist()
-        rows = iter([] if self._results is None else self._results.tolist())
+        rows = iter(zip(*(tensor.tolist() for tensor in self._results), strict=True))
         landed: list[Verified | None] = []
-        for samples in self.samples:
+        for request, samples in zip(self.requests, self.samples, strict=True):
             if not samples:
                 landed.append(None)
                 continue
-            *tokens, count, failed, drafted, drafts = next(rows)
-            landed.append(Verified(tokens[:count], bool(failed), drafted, drafts))
+            (*tokens, count, failed, drafted, drafts), *laws = next(rows)
+            wanted, logprobs = request.params.logprobs, []
+            if wanted is not None:
+                logprobs = [dict(zip(ids[: wanted + 1], law, strict=False)) for ids, law in zip(*laws, strict=True)]
+            landed.append(Verified(tokens[:count], bool(failed), drafted, drafts, logprobs[:count]))
         return landed
 
 
@@ -106,11 +113,11 @@ class Runner:
         self.target, self.proposer, self.table, self.settings, self.graphs = target, proposer, table, settings, graphs
         self.num_draft_tokens = table.num_draft_tokens
         adaptive = adaptive and self.num_draft_tokens > 0
-        self.widths = draft_widths(self.num_draft_tokens) if adaptive else tuple({1, self.num_draft_tokens + 1})
+        self.widths = draft_widths(self.num_draft_tokens) if adaptive else (1, self.num_draft_tokens + 1)
         self.estimator = SurvivalEstimator(self.num_draft_tokens, table.device) if adaptive else None
         self.policy: DraftPolicy | None = None
         self.spare_slots = max(0, proposer.requirements.lookahead - self.num_draft_tokens)
-        self._token_map: Tensor | None = None
+        self._law_columns: Tensor | None = None  # of the proposer's laws; made once, from the first
         self._buckets: dict[int, Slots] = {}
 
     def launch(self, scheduled: Sequence[ScheduledRequest]) -> Flight:
@@ -147,9 +154,9 @@ class Runner:
             return
         for batch in sorted({_bucket(n) for n in range(1, max_batch_size + 1)}, reverse=True):
             slots = self._nobody(batch, 1)
-            for width in self.widths:
-                self._run_decode(slots, batch * width, frozenset(), None, [])
-                self._run_decode(slots, batch * width, frozenset(), self.graphs, [])
+            for width in sorted(set(self.widths)):
+                self._run_decode(slots, batch * width, NEUTRAL, None, [])
+                self._run_decode(slots, batch * width, NEUTRAL, self.graphs, [])
 
     def measure(self, max_batch_size: int) -> StepCosts:
         """What steps cost at batch sizes up to `max_batch_size`, at every width where steps are recorded."""
@@ -167,7 +174,7 @@ class Runner:
         packed, output = self._call(self.graphs, "target", (batch, num_rows), self._forward, slots, num_rows)
 
         def verify() -> None:
-            self._run_target(slots, num_rows, frozenset(), self.graphs)
+            self._run_target(slots, num_rows, NEUTRAL, self.graphs)
 
         def rest() -> None:
             if self.proposer.requirements.observes and not self.proposer.requirements.on_host:
@@ -215,7 +222,7 @@ class Runner:
         wanted = features_of([request.params for request in flight.requests])
         results, accepted = self._run_decode(slots, num_rows, wanted, self.graphs, ids, flight.drafts, flight.clock)
         self._promise(flight, ids, accepted)
-        flight.keep(results[: len(rows)])
+        flight.keep([tensor[: len(rows)] for tensor in results])
 
     def _promise(self, flight: Flight, request_ids: list[int], accepted: Tensor | None) -> None:
         if self.policy is not None and accepted is not None:
@@ -238,13 +245,15 @@ class Runner:
         request_ids: list[int],
         drafts: bool = True,
         clock: "Clock | None" = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Results [batch, k + 5]: tokens, how many, failed, drafts verified, drafts waiting; and what drafts promise.
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """What `Flight.keep` takes: tokens, how many, failed, drafts verified, drafts waiting; log-probabilities.
 
-        Where `num_rows` do not hold all drafts that `slots` count, those that are verified are chosen and counted.
+        And what the new drafts promise. Where `num_rows` do not hold all drafts that `slots` count, those that are
+        verified are chosen and counted.
         """
         batch = slots.rows.shape[0]
         packed, output, verified = self._run_target(slots, num_rows, wanted, graphs)
+        logprobs = self._logprobs(verified, packed.batch.cu_seqlens, output, wanted)
         if clock is not None:
             clock.mark("verified")
         if self.proposer.requirements.observes:
@@ -255,7 +264,7 @@ class Runner:
             accepted = self._call(graphs, "propose", (batch,), self._propose, slots.rows, request_ids)
         if clock is not None:
             clock.mark("drafted")
-        return self._results(verified, slots.rows, slots.counts - 1), accepted
+        return [self._results(verified, slots.rows, slots.counts - 1), *logprobs], accepted
 
     def _run_target(
         self, slots: Slots, num_rows: int, wanted: Features, graphs: GraphCache | None
@@ -267,7 +276,7 @@ class Runner:
         packed, output = self._call(graphs, "target", key, self._forward, slots, num_rows)
         # settings beyond the temperature change which kernels run, so they are not replayed
         verified = self._call(
-            None if wanted else graphs, "verify", key, self._verify_all, slots, packed, output, wanted
+            None if wanted.edits else graphs, "verify", key, self._verify_all, slots, packed, output, wanted
         )
         return packed, output, verified
 
@@ -321,17 +330,13 @@ class Runner:
         output = self.target.forward(packed.batch)
         sampling = self._upload([_row_of(rows.request) for rows in samplers])
         num_drafts = self._upload([rows.num_drafts for rows in samplers])
-        verified = None
+        verified, logprobs = None, ()
         if samplers:
-            verified = self._verify(
-                sampling,
-                num_drafts,
-                torch.nn.functional.pad((num_drafts + 1).cumsum(0), (1, 0)).int(),
-                packed.slots[asked_rows],
-                packed.batch.positions[asked_rows],
-                output,
-                features_of([rows.request.params for rows in samplers]),
-            )
+            wanted = features_of([rows.request.params for rows in samplers])
+            cu_rows = torch.nn.functional.pad((num_drafts + 1).cumsum(0), (1, 0)).int()
+            asked_slots, positions = packed.slots[asked_rows], packed.batch.positions[asked_rows]
+            verified = self._verify(sampling, num_drafts, cu_rows, asked_slots, positions, output, wanted)
+            logprobs = self._logprobs(verified, cu_rows, output, wanted)
         flight.clock.mark("verified")
         ids = [rows.request.request_id for rows in scheduled]
         if self.proposer.requirements.observes:
@@ -340,7 +345,7 @@ class Runner:
             self._promise(flight, sampler_ids, self._propose(sampling, sampler_ids))
         flight.clock.mark("drafted")
         if verified is not None:
-            flight.keep(self._results(verified, sampling, num_drafts))
+            flight.keep([self._results(verified, sampling, num_drafts), *logprobs])
 
     def _verify(
         self,
@@ -354,7 +359,8 @@ class Runner:
     ) -> RejectionOutputs:
         """Verifies the drafts of table `rows` [batch] and appends what was emitted."""
         table = self.table
-        logits = process_logits(output.logits, self.settings.of(logits_slots, positions, table.prompt_lens, wanted))
+        where = LogitsRows(logits_slots, positions)
+        logits = process_logits(output.logits, where, self.settings, table.tokens, table.prompt_lens, wanted)
         law = table.draft_laws
         verified = verify_drafts(
             logits,
@@ -364,12 +370,24 @@ class Runner:
             temperature=self.settings.temperature[rows],
             seeds=table.seeds[rows],
             draft_log_probs=None if law is None else law[rows],
-            token_map=None if law is None else self._token_map,
+            law_columns=None if law is None else self._law_columns,
         )
         if self.estimator is not None:
             self.estimator.observe(table.draft_log_odds[rows], num_drafts, verified.num_emitted)
         table.append(rows, verified.token_ids, verified.num_emitted)
         return verified
+
+    def _logprobs(
+        self, verified: RejectionOutputs, cu_rows: Tensor, output: TargetOutput, wanted: Features
+    ) -> Sequence[Tensor]:
+        """Ids and log-probabilities [batch, k + 1, n + 1] of the emitted tokens, nothing where nobody asked."""
+        if wanted.logprobs is None:
+            return ()
+        batch, width = verified.token_ids.shape
+        rows = cu_rows[:-1, None] + torch.arange(width, device=cu_rows.device)
+        rows = rows.clamp(max=output.logits.shape[0] - 1).flatten()
+        found = top_logprobs(output.logits, rows, verified.token_ids.flatten(), wanted.logprobs)
+        return [tensor.view(batch, width, -1) for tensor in found]
 
     def _observe(self, slots: Slots, packed: Packed, states: Tensor | None, request_ids: list[int]) -> None:
         """Shows the proposer every row of a step that was verified."""
@@ -409,7 +427,8 @@ class Runner:
         table.set_drafts(drafting, ids * valid, torch.minimum(torch.minimum(drafts.lengths, room), valid.sum(dim=1)))
         if drafts.log_probs is not None:
             table.set_laws(drafting, drafts.log_probs)
-            self._token_map = drafts.token_map
+            if self._law_columns is None and drafts.token_map is not None:
+                self._law_columns = law_columns(drafts.token_map, self.target.vocab_size)
         if self.estimator is None:
             return None
         table.set_log_odds(drafting, None if drafts.confidence is None else log_odds_of(drafts.confidence))

@@ -7,7 +7,7 @@ from collections import deque
 from typing import NamedTuple
 
 from .planes import BlockPool
-from .request import Request
+from .request import FinishReason, Request
 
 
 class ScheduledRequest(NamedTuple):
@@ -35,7 +35,7 @@ class Scheduler:
     def schedule(self) -> tuple[list[ScheduledRequest], list[Request]]:
         """The rows of the next step, and the requests that were preempted to make room.
 
-        A preempted request still holds its block table: the caller tells the proposer, then calls `requeue`.
+        A preempted request has lost its blocks: the caller tells the proposer, then calls `requeue`.
         """
         budget = self.max_batch_tokens
         scheduled: list[ScheduledRequest] = []
@@ -51,16 +51,28 @@ class Scheduler:
             self._admit(scheduled, budget)
         return scheduled, preempted
 
-    def can_admit(self) -> bool:
-        """Whether a waiting request could join now."""
-        if not self.waiting or len(self.running) >= self.max_batch_size:
-            return False
-        return self.pool.num_free >= self.pool.blocks_for(len(self.waiting[0].token_ids) + 1)
-
     def requeue(self, request: Request) -> None:
-        """Puts a preempted request, stripped of its cache, at the head of the line."""
-        self.pool.release(request.block_table)
+        """Puts a preempted request at the head of the line."""
         self.waiting.appendleft(request)
+
+    def can_admit(self) -> bool:
+        """Whether the first waiting request could run in the next step."""
+        return self._admissible() is not None
+
+    def register(self, request: Request) -> None:
+        """Lets later requests share the blocks that a committed step filled.
+
+        Rows 0..num_computed-1 must be final and written, or queued to be written, in every plane. A request that failed
+        shares nothing more.
+        """
+        full = min(request.num_computed // self.pool.block_size, len(request.block_table))
+        if full <= request.num_registered or request.finish_reason is FinishReason.ERROR:
+            return
+        self.pool.extend_keys(request.block_keys, request.token_ids)
+        full = min(full, len(request.block_keys))
+        for i in range(request.num_registered, full):
+            self.pool.register(request.block_table[i], request.block_keys[i])
+        request.num_registered = full
 
     def finish(self, request: Request) -> None:
         """Takes a request out and its blocks back."""
@@ -80,15 +92,13 @@ class Scheduler:
         """Rows whose blocks are taken; None if the request itself had to give way."""
         rows = self._rows(request, budget)
         while not self._grow(rows):
-            victim = self.running[-1]
-            if victim is request and len(self.running) == 1 and request.num_drafts:
+            if request.num_drafts:
+                # a guess is cheaper to lose than the rows a neighbour has computed
                 request.num_drafts = 0
                 rows = self._rows(request, budget)
                 continue
-            self.running.pop()
-            victim.num_computed = 0
-            victim.num_preemptions += 1
-            victim.num_drafts = 0
+            victim = self.running[-1]
+            self._preempt(victim)
             preempted.append(victim)
             if victim is request:
                 return None
@@ -97,12 +107,36 @@ class Scheduler:
     def _grow(self, rows: ScheduledRequest) -> bool:
         return self.pool.grow(rows.request.block_table, rows.start + rows.num_tokens)
 
+    def _preempt(self, victim: Request) -> None:
+        self.running.remove(victim)
+        self.pool.release(victim.block_table)
+        victim.num_computed = 0
+        victim.num_preemptions += 1
+        victim.num_drafts = 0
+
     def _admit(self, scheduled: list[ScheduledRequest], budget: int) -> None:
-        # room for all that is known keeps a half-filled prompt from being preempted by its own neighbours
-        while budget > 0 and self.can_admit():
-            request = self.waiting[0]
+        while budget > 0 and (shared := self._admissible()) is not None:
+            request = self.waiting.popleft()
+            self.pool.share(request.block_table, shared)
+            request.num_registered = len(shared)
+            request.num_computed = len(shared) * self.pool.block_size
+            if not request.num_preemptions:
+                request.num_cached = request.num_computed
             rows = self._rows(request, budget)
-            assert self._grow(rows), "free blocks were counted before admission"
-            self.running.append(self.waiting.popleft())
+            grown = self._grow(rows)
+            assert grown, "free blocks were counted before admission"
+            self.running.append(request)
             scheduled.append(rows)
             budget -= rows.num_tokens
+
+    def _admissible(self) -> list[int] | None:
+        """The cached blocks that the first waiting request would start with; None if it has to wait."""
+        if not self.waiting or len(self.running) >= self.max_batch_size:
+            return None
+        request = self.waiting[0]
+        known = len(request.token_ids)
+        self.pool.extend_keys(request.block_keys, request.token_ids)
+        # the newest token is always computed: its row gives the logits of the next
+        shared = self.pool.find(request.block_keys[: (known - 1) // self.pool.block_size])
+        # room for all that is known keeps a half-filled prompt from being preempted by its own neighbours
+        return shared if self.pool.fits(known + 1, shared) else None

@@ -12,7 +12,7 @@ from torch import Tensor
 from .batch import PackedBatch
 from .engine import Engine, EngineError
 from .planes import slots_of
-from .sampling import SamplingParams, process_logits, row_settings
+from .sampling import LogitsRows, SamplingParams, SamplingTable, features_of, process_logits
 
 
 @torch.inference_mode()
@@ -44,11 +44,32 @@ def score_rows(engine: Engine, token_ids: Sequence[int], rows: Sequence[int]) ->
         engine.pool.release(block_table)
 
 
-def score_probs(engine: Engine, params: SamplingParams, token_ids: Sequence[int], rows: Sequence[int]) -> Tensor:
-    """The laws [len(rows), vocab] float32 that plain decoding with `params` draws from after `rows`."""
+def score_logits(
+    engine: Engine, params: SamplingParams, token_ids: Sequence[int], rows: Sequence[int], prompt_len: int
+) -> Tensor:
+    """Processed logits [len(rows), vocab] float32 of plain decoding with `params` after `rows` of one text.
+
+    The first `prompt_len` tokens of the text are the prompt. Raises like `score_rows`.
+    """
     logits = score_rows(engine, token_ids, rows)
-    settings = row_settings([params], [len(rows)], [params.min_tokens], [()], logits.device)
-    return process_logits(logits, settings).softmax(-1)
+    device = logits.device
+    settings = SamplingTable(2, logits.shape[1], device)
+    settings.set(0, params, sorted(params.end_token_ids(engine.target.eos_token_ids)))
+    return process_logits(
+        logits,
+        LogitsRows(torch.zeros(len(rows), dtype=torch.int64, device=device), torch.tensor(list(rows), device=device)),
+        settings,
+        torch.tensor([list(token_ids), [0] * len(token_ids)], dtype=torch.int32, device=device),
+        torch.tensor([prompt_len, 0], device=device),
+        features_of([params]),
+    )
+
+
+def score_probs(
+    engine: Engine, params: SamplingParams, token_ids: Sequence[int], rows: Sequence[int], prompt_len: int
+) -> Tensor:
+    """The laws [len(rows), vocab] float32 that plain decoding with `params` draws from after `rows`."""
+    return score_logits(engine, params, token_ids, rows, prompt_len).softmax(-1)
 
 
 def _one_request(

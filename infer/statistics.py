@@ -31,6 +31,9 @@ class EngineStatistics:
     output_tokens: int = 0
     request_forwards: int = 0  # (request, step) pairs that sampled
     num_preemptions: int = 0
+    prompt_tokens: int = 0  # of requests that ended
+    cached_prompt_tokens: int = 0  # of those, found in the prefix cache when the request first ran
+    cache_hits: int = 0  # requests for which any were found
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0  # proposer, over the `num_draft_steps` steps
     verify_seconds: float = 0.0  # target and verification, over the `num_draft_steps` steps
@@ -58,6 +61,13 @@ class EngineStatistics:
             self.drafted_per_position[position] += 1
             self.reached_per_position[position] += position <= accepted
             self.accepted_per_position[position] += position < accepted
+
+    def count_prompt(self, num_tokens: int, *, cached: int) -> None:
+        """Adds the prompt of a request that ended; `cached` of its tokens were not computed."""
+        assert 0 <= cached < num_tokens
+        self.prompt_tokens += num_tokens
+        self.cached_prompt_tokens += cached
+        self.cache_hits += cached > 0
 
     def count_step(self, kind: StepKind, *, target_seconds: float, draft_seconds: float = 0.0) -> None:
         """Adds one engine step; proposer time of prefill and plain decode steps goes with the step."""

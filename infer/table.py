@@ -127,7 +127,7 @@ class RequestTable:
         known = self.num_known[slots]
         self._write(slots, known, token_ids, counts)
         self.num_known[slots] = known + counts
-        self.num_drafts[slots] = 0
+        self.num_drafts.index_fill_(0, slots, 0)
 
     def set_drafts(self, slots: Tensor, token_ids: Tensor, counts: Tensor) -> None:
         """Puts drafts token_ids [batch, n] behind the known tokens."""

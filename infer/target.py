@@ -4,7 +4,9 @@ The only code of the project that runs the target model; extraction and the engi
 no sampling and no transformers cache.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..heads.target_tensors import TargetTensors
-from . import fingerprint, loading, parity
+from . import fingerprint, fusion, loading, parity
 from .attention import PAGED, SITE, AttentionSite, StepState, bind_site, register
 from .batch import PackedBatch
 from .planes import Planes, PlaneSpec
@@ -48,8 +50,9 @@ class Target:
         self.layer_ids: tuple[int, ...] = ()
         self._step = StepState()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        fusion.unfuse(model)
         pin_rope(model, self.max_length)
-        documents = self._documents(facts.vocab_size)
+        self._documents = documents = self._draw_documents(facts.vocab_size)
         if self.config._attn_implementation == PAGED:
             model.set_attn_implementation("eager")
         self._attention = probe_attention(model, documents[1], self.num_layers, self.max_length)
@@ -62,7 +65,9 @@ class Target:
         self._tensors = self._trace_tensors(traces[1], documents[1])
         self.plane_specs = tuple(_plane_spec(i, layer) for i, layer in enumerate(self._attention))
         self._take_over()
-        self._check_parity(documents, traces)
+        self._alone = [trace.logits for trace in traces]
+        with self._own_planes():
+            self._check_parity()
 
     @classmethod
     def load(
@@ -156,6 +161,34 @@ class Target:
             self._step.batch = self._step.states = None
         return TargetOutput(out.logits[0].float(), states)
 
+    def fuse(self) -> str | None:
+        """Runs every decoder layer as a few fused kernels from now on, within the rounding of the model's own code.
+
+        Returns None, or one line that says why this model cannot be run so; it is then left as it was. Weights are
+        packed in place; hooks and planes stay. Doing it again changes nothing.
+        """
+        if fusion.is_fused(self.model):
+            return None
+        batch = parity.far_batch([document.tolist() for document in self._documents], self.max_length, self.device)
+        run = partial(self._logits_of, batch)
+        with self._own_planes():
+            calls = parity.record_layers(self._layers, run)
+            try:
+                fusion.fuse_layers(self.model, self._layers, self._attention, self.model.get_output_embeddings())
+                parity.compare_layers(self.name, self._layers, calls, run)
+                self._check_parity()
+            except ValueError as error:
+                fusion.unfuse(self.model)
+                return str(error)
+            except BaseException:
+                fusion.unfuse(self.model)
+                raise
+        return None
+
+    def unfuse(self) -> None:
+        """Puts the model's own code back and unpacks its weights; does nothing where nothing was fused."""
+        fusion.unfuse(self.model)
+
     def fingerprint(self) -> dict[str, Any]:
         """JSON-ready identity: another `shape` cannot be used with what was made here, other `weights` should warn."""
         return fingerprint.of_model(self.model, self.facts)
@@ -179,7 +212,7 @@ class Target:
         for spec, layer in zip(self.plane_specs, self._attention, strict=True):
             setattr(layer.module, SITE, AttentionSite(spec.name, layer.window, layer.chunk, self._step))
 
-    def _documents(self, vocab_size: int) -> list[Tensor]:
+    def _draw_documents(self, vocab_size: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
         return [
             torch.randint(0, vocab_size, (length,), generator=generator).to(self.device) for length in parity.LENGTHS
@@ -196,13 +229,22 @@ class Target:
         except TargetError as error:
             return error
 
-    def _check_parity(self, documents: list[Tensor], traces: list[Trace]) -> None:
+    def _check_parity(self) -> None:
+        parity.check_parity(self.name, self._logits_of, self._documents, self._alone, self.dtype)
+
+    def _logits_of(self, batch: PackedBatch) -> Tensor:
+        return self.forward(batch).logits
+
+    @contextmanager
+    def _own_planes(self) -> Iterator[None]:
+        """Small planes of our own for a check, in place of those bound at present."""
+        sites = [getattr(layer.module, SITE) for layer in self._attention]
         self.bind(Planes(self.plane_specs, parity.NUM_BLOCKS, parity.BLOCK_SIZE, self.device))
-        alone = [trace.logits for trace in traces]
-        parity.check_parity(self.name, lambda batch: self.forward(batch).logits, documents, alone, self.dtype)
-        for layer in self._attention:
-            site = getattr(layer.module, SITE)
-            setattr(layer.module, SITE, AttentionSite(site.name, site.window, site.chunk, self._step))
+        try:
+            yield
+        finally:
+            for layer, site in zip(self._attention, sites, strict=True):
+                setattr(layer.module, SITE, site)
 
 
 def _plane_spec(index: int, layer: AttentionLayer) -> PlaneSpec:

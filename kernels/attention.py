@@ -1,31 +1,104 @@
 """Paged attention in Triton: rows into their slots, and causal attention over block tables.
 
-One program per tile of query rows, key head and request, online softmax over key blocks (Dao et al. 2205.14135). The
-query heads of a key head share its tile, so a decode step reads each key once. Long contexts with few requests are
-not split over programs.
+Online softmax over key blocks (Dao et al. 2205.14135); the query heads of a key head share a tile, so each key is read
+once. The keys of a request fall into pieces whose bounds are absolute positions. A piece starts from an empty softmax,
+pieces are merged in order, and a key that a row does not see changes none of its bits: what a short query (decoding,
+verification) gets depends neither on its neighbours nor on which programs took which piece. Few requests are spread
+over programs piece by piece and merged by a second kernel, many take one program each; either way a fixed number of
+programs walks the work that the lengths on the device leave, so a bound far above them costs nothing.
 """
 
-# Triton gives launches and kernel bodies meanings that its own annotations do not express.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# Triton gives launches a meaning that its own annotations do not express.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+import functools
+import math
+from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
+
+from .attention_kernels import attend_kernel, merge_kernel, store_kernel
+
+SHORT_QUERY = 64  # rows of a request up to which its bits do not depend on how many rows there are
+WORKSPACE_BYTES = 256 * 2**20
+AHEAD = 8  # pieces that the merge reads at a time
+FILLING = 2  # programs a multiprocessor that need no help
+
+
+class Pieces(NamedTuple):
+    """Where keys are cut: `num_first` pieces of `first` keys, then pieces of `rest`; multiples of every key block."""
+
+    num_first: int
+    first: int
+    rest: int
+
+    def up_to(self, num_keys: int) -> int:
+        """How many pieces hold that many keys."""
+        edge = self.num_first * self.first
+        return -(-min(num_keys, edge) // self.first) + -(-max(num_keys - edge, 0) // self.rest)
+
+
+class Tiling(NamedTuple):
+    """How one program works; `programs` is a multiple of the multiprocessors."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+PIECES = Pieces(4, 256, 512)
+
+
+def short_tiling(group: int, widest: int, itemsize: int) -> Tiling:
+    """The tiling of short queries: a function of the model alone, never of a batch, so that bits are."""
+    block_m = min(max(16, triton.next_power_of_2(8 * group)), 32)
+    if widest <= 128 and itemsize <= 2:
+        return Tiling(block_m, 64, 4, 4, 2)
+    return Tiling(min(block_m, 32 if widest <= 256 else 16), 32 if widest <= 256 else 16, 4, 2, 2)
+
+
+def long_tiling(widest: int, itemsize: int) -> Tiling:
+    """The tiling of prompt chunks, which are bound by arithmetic."""
+    if itemsize <= 2:
+        if widest <= 128:
+            return Tiling(128, 64, 8, 3, 2)
+        return Tiling(32, 32, 4, 2, 2) if widest <= 256 else Tiling(32, 16, 8, 2, 2)
+    return Tiling(32, 32, 8, 2, 2) if widest <= 128 else Tiling(16, 16, 8, 2 if widest <= 256 else 1, 2)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few where the interpreter runs."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def store_kv(k: Tensor, v: Tensor | None, k_plane: Tensor, v_plane: Tensor | None, slot_mapping: Tensor) -> None:
-    """See `reference.store_kv`; tensors on one GPU, rows dense within themselves."""
+    """See `reference.store_kv`; tensors on one GPU. Raises ValueError when rows do not fit a contiguous plane."""
     for rows, plane in ((k, k_plane), (v, v_plane)):
-        if rows is None or plane is None or not rows.numel():
-            continue
-        if rows.shape[1:] != plane.shape[2:] or not plane.is_contiguous():
+        if rows is not None and plane is not None and (rows.shape[1:] != plane.shape[2:] or not plane.is_contiguous()):
             raise ValueError(f"rows {list(rows.shape)} do not fit a contiguous plane of {list(plane.shape)}")
-        rows = rows.contiguous()
-        width = rows[0].numel()
-        block = min(1024, triton.next_power_of_2(width))
-        grid = (rows.shape[0], triton.cdiv(width, block))
-        _store_kernel[grid](rows, plane, slot_mapping, width, BLOCK=block)
+    if not k.numel():
+        return
+    k, v = _dense_rows(k), None if v is None or v_plane is None else _dense_rows(v)
+    heads, width_k = k.shape[1:]
+    width_v = 0 if v is None else v.shape[2]
+    block = min(1024, triton.next_power_of_2(heads * max(width_k, width_v)))
+    grid = (k.shape[0], triton.cdiv(heads * max(width_k, width_v), block))
+    k_strides, v_strides = k.stride()[:2], (0, 0) if v is None else v.stride()[:2]
+    store_kernel[grid](
+        *(k, v, k_plane, v_plane, slot_mapping, *k_strides, *v_strides, heads),
+        WIDTH_K=width_k,
+        WIDTH_V=width_v,
+        BLOCK=block,
+    )
+
+
+def _dense_rows(rows: Tensor) -> Tensor:
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def paged_attention(
@@ -44,119 +117,123 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `reference.paged_attention`; tensors on one GPU. Raises ValueError on shapes that do not belong together."""
+    """See `reference.paged_attention`; tensors on one GPU. Raises ValueError on shapes that do not belong together.
+
+    The maxima are upper bounds and nothing is read back, so that a launch can be captured. Rows of queries of up to
+    `SHORT_QUERY` rows are bit-equal whatever else is in the batch and however many rows stand beside them.
+    """
     num_tokens, q_heads, width_k = q.shape
-    block_size, kv_heads, width_v = v_plane.shape[1:]
+    _, kv_heads, width_v = v_plane.shape[1:]
     if k_plane.shape[-1] != width_k or k_plane.shape[:-1] != v_plane.shape[:-1] or q_heads % kv_heads:
         raise ValueError(
             f"planes {list(k_plane.shape)} and {list(v_plane.shape)} do not fit queries {list(q.shape)}: widths must "
             f"agree and key heads divide query heads"
         )
-    q, block_tables = q.contiguous(), block_tables.contiguous()
+    if not (k_plane.is_contiguous() and v_plane.is_contiguous()):
+        raise ValueError("planes must be contiguous, found strided ones; pass them as they were allocated")
+    q = _dense_rows(q)
     out = torch.empty(num_tokens, q_heads, width_v, dtype=q.dtype, device=q.device)
-    if not num_tokens:
+    if not num_tokens or not seq_lens.shape[0]:
         return out
-    group = q_heads // kv_heads
-    padded_k, padded_v = (max(16, triton.next_power_of_2(width)) for width in (width_k, width_v))
-    widest = max(padded_k, padded_v)
-    block_n = 64 if widest <= 128 else 32 if widest <= 256 else 16
-    block_m = 16 if max_query_len * group <= 16 or widest > 256 else 64 if widest <= 128 else 32
-    grid = (triton.cdiv(max_query_len * group, block_m), kv_heads, seq_lens.shape[0])
-    _paged_attention_kernel[grid](
-        *(q, k_plane, v_plane, out, cu_seqlens, seq_lens, block_tables, sinks),
-        *(scale, softcap, q_heads, kv_heads, block_tables.stride(0)),
-        GROUP=group,
-        BLOCK_SIZE=block_size,
-        WINDOW=window,
-        CHUNK=chunk,
-        SOFTCAP=softcap > 0,
-        WIDTH_K=width_k,
-        WIDTH_V=width_v,
-        PADDED_K=padded_k,
-        PADDED_V=padded_v,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        num_stages=2 if widest <= 256 else 1,
+    call = _Call(
+        *(q, k_plane, v_plane, out, cu_seqlens, seq_lens, block_tables.contiguous(), sinks, scale, softcap),
+        window=0 if window >= max_seq_len else window,
+        chunk=0 if chunk >= max_seq_len else chunk,
     )
+    _attend_short(call, min(max_query_len, SHORT_QUERY), max_seq_len)
+    if max_query_len > SHORT_QUERY:
+        tiling = long_tiling(call.widest, k_plane.element_size())
+        _launch(call, tiling, call.num_tiles(max_query_len, tiling), short=False)
     return out
 
 
-@triton.jit
-def _store_kernel(rows, plane, slot_mapping, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(rows + row * width + offsets, mask=offsets < width)
-    slot = tl.load(slot_mapping + row).to(tl.int64)
-    tl.store(plane + slot * width + offsets, values.to(plane.dtype.element_ty), mask=offsets < width)
+class _Call(NamedTuple):
+    q: Tensor
+    k_plane: Tensor
+    v_plane: Tensor
+    out: Tensor
+    cu_seqlens: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    sinks: Tensor | None
+    scale: float
+    softcap: float
+    window: int
+    chunk: int
+
+    @property
+    def widest(self) -> int:
+        return max(self.k_plane.shape[3], self.v_plane.shape[3])
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.k_plane.shape[2]
+
+    def num_tiles(self, rows: int, tiling: Tiling) -> int:
+        """Tiles of all key heads, if every request had that many query rows."""
+        return self.seq_lens.shape[0] * self.k_plane.shape[2] * triton.cdiv(rows * self.group, tiling.block_m)
+
+    def pieces(self) -> dict[str, int]:
+        return {
+            "WINDOW": self.window,
+            "CHUNK": self.chunk,
+            "NUM_FIRST": PIECES.num_first,
+            "FIRST": PIECES.first,
+            "REST": PIECES.rest,
+            "WIDTH_V": self.v_plane.shape[3],
+            "PADDED_V": max(16, triton.next_power_of_2(self.v_plane.shape[3])),
+        }
 
 
-@triton.jit
-def _paged_attention_kernel(
-    q, k_plane, v_plane, out, cu_seqlens, seq_lens, block_tables, sinks,
-    scale, softcap, q_heads, kv_heads, table_stride,
-    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
-    WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, PADDED_K: tl.constexpr, PADDED_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """M rows are (query token, query head of this key head) pairs, N are keys."""
-    kv_head, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    first_row = tl.program_id(0) * BLOCK_M
-    query_start = tl.load(cu_seqlens + request).to(tl.int64)
-    query_len = tl.load(cu_seqlens + request + 1) - query_start.to(tl.int32)
-    if first_row >= query_len * GROUP:
+def _attend_short(call: _Call, max_rows: int, max_seq_len: int) -> None:
+    """Queries of up to `max_rows` rows: a program a request where they fill the GPU, else a program a piece."""
+    batch, q_heads, width_v = call.seq_lens.shape[0], call.q.shape[1], call.v_plane.shape[3]
+    tiling = short_tiling(call.group, call.widest, call.k_plane.element_size())
+    tiles, pieces = call.num_tiles(max_rows, tiling), PIECES.up_to(max_seq_len)
+    rows = batch * max_rows * q_heads * pieces
+    fills = tiles >= FILLING * multiprocessors(call.q.device)
+    if pieces == 1 or fills or rows * width_v * 4 > WORKSPACE_BYTES:
+        _launch(call, tiling, tiles, short=True)
         return
-    seq_len = tl.load(seq_lens + request)
-    rows = first_row + tl.arange(0, BLOCK_M)
-    token, head = rows // GROUP, kv_head * GROUP + rows % GROUP
-    live = token < query_len
-    position = seq_len - query_len + token
-    first = seq_len - query_len + first_row // GROUP
-    last = tl.minimum(seq_len - query_len + (first_row + BLOCK_M - 1) // GROUP, seq_len - 1)
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(begin, first - WINDOW + 1)
-    if CHUNK > 0:
-        begin = tl.maximum(begin, first // CHUNK * CHUNK)
-    begin = begin // BLOCK_N * BLOCK_N
+    mixed = torch.empty(rows, width_v, dtype=torch.float32, device=call.q.device)
+    stats = torch.empty(rows, 2, dtype=torch.float32, device=call.q.device)
+    _launch(call, tiling, tiles * pieces, short=True, partial=(mixed, stats), limits=(max_rows, pieces))
+    merge_kernel[(max_rows, q_heads, batch)](
+        *(mixed, stats, call.out, call.cu_seqlens, call.seq_lens, call.sinks, q_heads, max_rows, pieces),
+        **call.pieces(),
+        AHEAD=AHEAD,
+        num_warps=1 if width_v <= 128 else 4,
+    )
 
-    k_lane, v_lane = tl.arange(0, PADDED_K), tl.arange(0, PADDED_V)
-    row_index = (query_start + token) * q_heads + head
-    q_mask = live[:, None] & (k_lane < WIDTH_K)[None, :]
-    query = tl.load(q + row_index[:, None] * WIDTH_K + k_lane[None, :], mask=q_mask, other=0.0)
-    if sinks is not None:
-        largest = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32)
-        total = tl.full([BLOCK_M], 1.0, tl.float32)
-    else:
-        largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, PADDED_V], tl.float32)
 
-    for start in range(begin, last + 1, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        inside = key <= last
-        block = tl.load(block_tables + request * table_stride + key // BLOCK_SIZE, mask=inside, other=0)
-        slot = (block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * kv_heads + kv_head
-        k_mask = inside[None, :] & (k_lane < WIDTH_K)[:, None]
-        keys = tl.load(k_plane + slot[None, :] * WIDTH_K + k_lane[:, None], mask=k_mask, other=0.0)
-        score = tl.dot(query, keys.to(query.dtype), input_precision="ieee") * scale
-        if SOFTCAP:
-            score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)  # softcap * tanh(score / softcap)
-        visible = inside[None, :] & (key[None, :] <= position[:, None])
-        if WINDOW > 0:
-            visible = visible & (key[None, :] > position[:, None] - WINDOW)
-        if CHUNK > 0:
-            visible = visible & (key[None, :] // CHUNK == position[:, None] // CHUNK)
-        score = tl.where(visible, score, float("-inf"))
-        largest_now = tl.maximum(largest, tl.max(score, 1))
-        base = tl.where(largest_now == float("-inf"), 0.0, largest_now)
-        weight = tl.exp(score - base[:, None])
-        shrink = tl.exp(largest - base)
-        v_mask = inside[:, None] & (v_lane < WIDTH_V)[None, :]
-        values = tl.load(v_plane + slot[:, None] * WIDTH_V + v_lane[None, :], mask=v_mask, other=0.0)
-        total = total * shrink + tl.sum(weight, 1)
-        mixed = mixed * shrink[:, None] + tl.dot(weight.to(values.dtype), values, input_precision="ieee")
-        largest = largest_now
-
-    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-    out_mask = live[:, None] & (v_lane < WIDTH_V)[None, :]
-    tl.store(out + row_index[:, None] * WIDTH_V + v_lane[None, :], mixed.to(out.dtype.element_ty), mask=out_mask)
+def _launch(
+    call: _Call,
+    tiling: Tiling,
+    most: int,
+    *,
+    short: bool,
+    partial: tuple[Tensor | None, Tensor | None] = (None, None),
+    limits: tuple[int, int] = (0, 0),
+) -> None:
+    """Programs for `most` items at most; `limits` are the rows and pieces a request has in the partial buffers."""
+    q, width_k = call.q, call.k_plane.shape[3]
+    batch = call.seq_lens.shape[0]
+    main_k = max(16, triton.next_power_of_2(width_k + 1) // 2)
+    attend_kernel[(min(most, tiling.programs * multiprocessors(q.device)),)](
+        *(*call[:8], *partial, call.scale * math.log2(math.e), call.softcap, batch, q.shape[1], call.k_plane.shape[2]),
+        *(call.block_tables.stride(0), q.stride(0), q.stride(1), *limits),
+        **call.pieces(),
+        REQUESTS=256 if batch <= 256 else triton.next_power_of_2(batch),
+        GROUP=call.group,
+        BLOCK_SIZE=call.k_plane.shape[1],
+        SOFTCAP=call.softcap > 0,
+        WIDTH_K=width_k,
+        MAIN_K=main_k,
+        TAIL_K=max(16, triton.next_power_of_2(width_k - main_k)) if width_k > main_k else 0,
+        SHORT=short,
+        SHORT_QUERY=SHORT_QUERY,
+        BLOCK_M=tiling.block_m,
+        BLOCK_N=tiling.block_n,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )

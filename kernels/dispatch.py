@@ -3,6 +3,7 @@
 Triton is imported when the first GPU tensor arrives, not before.
 """
 
+import torch
 from torch import Tensor
 
 from . import reference
@@ -29,9 +30,9 @@ def sample(
 ) -> Tensor:
     """See `reference.sample`."""
     if logits.is_cuda:
-        from . import rejection
+        from . import sampling
 
-        return rejection.sample(logits, temperature, seeds, positions, stream, fp64_gumbel=fp64_gumbel)
+        return sampling.sample(logits, temperature, seeds, positions, stream, fp64_gumbel=fp64_gumbel)
     return reference.sample(logits, temperature, seeds, positions, stream, fp64_gumbel=fp64_gumbel)
 
 
@@ -81,3 +82,65 @@ def paged_attention(
         softcap=softcap,
         sinks=sinks,
     )
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """See `reference.linear`."""
+    if x.is_cuda:
+        from .linear import linear as implementation
+    else:
+        implementation = reference.linear
+    return implementation(x, weight, bias, residual, out_dtype=out_dtype)
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `reference.gated_linear`."""
+    if x.is_cuda:
+        from .linear import gated_linear as implementation
+    else:
+        implementation = reference.gated_linear
+    return implementation(x, weight, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
+    """See `reference.rms_norm`."""
+    if x.is_cuda:
+        from .fused import rms_norm as implementation
+    else:
+        implementation = reference.rms_norm
+    return implementation(x, weight, eps, unit_offset=unit_offset)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See `reference.silu_mul`."""
+    if gate_up.is_cuda:
+        from .fused import silu_mul as implementation
+    else:
+        implementation = reference.silu_mul
+    return implementation(gate_up)
+
+
+def rope_store(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    k_plane: Tensor,
+    v_plane: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """See `reference.rope_store`."""
+    if qkv.is_cuda:
+        from .fused import rope_store as implementation
+    else:
+        implementation = reference.rope_store
+    return implementation(qkv, cos, sin, q_norm, k_norm, eps, k_plane, v_plane, slot_mapping)

@@ -1,7 +1,8 @@
 """Counter-based noise: every number is a pure function of (seed, position, stream, token id), whatever the batch.
 
 SplitMix64 (Steele, Lea, Flood 2014): the key of a (seed, position, stream) is a chain of its finaliser, and the number
-of token v is the finaliser of key + (v + 1) * golden. The Triton side, `rejection.py`, holds the same arithmetic.
+of counter c is the finaliser of key + (c + 1) * golden. Token v counts as c = v, block b of the vocabulary as
+BLOCK_COUNTERS + b. The Triton side, `sampling.py`, holds the same arithmetic.
 """
 
 import torch
@@ -12,6 +13,7 @@ from .records import Stream
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
+BLOCK_COUNTERS = 1 << 32
 LARGEST_UNIFORM = 1 - 2.0**-24
 """A float32 uniform stops short of 1, so that neither log nor log1p of its complement is infinite."""
 
@@ -36,16 +38,15 @@ def noise_keys(seeds: Tensor, positions: Tensor, stream: Stream | int) -> Tensor
     return _mix_((key ^ int(stream)) + _signed(GOLDEN))
 
 
-def uniforms(keys: Tensor, tokens: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uniforms in (0, 1) of keys and token ids int64, broadcast together; small ones keep their relative precision."""
-    bits = _mix_(keys + (tokens + 1) * _signed(GOLDEN))
+def uniforms(keys: Tensor, counters: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Uniforms in (0, 1) of keys and counters int64, broadcast together; small ones keep their relative precision."""
+    bits = _mix_(keys + (counters + 1) * _signed(GOLDEN))
     bits >>= 11
     bits &= (1 << 53) - 1
     value = bits.to(dtype).add_(0.5).mul_(2.0**-53)
     return value.clamp_(max=LARGEST_UNIFORM if dtype == torch.float32 else 1 - 2.0**-53)
 
 
-def gumbels(keys: Tensor, num_tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard Gumbel noise [batch, num_tokens] of keys [batch]; the long upper tail comes from small uniforms."""
-    tokens = torch.arange(num_tokens, device=keys.device)
-    return uniforms(keys[:, None], tokens, dtype).neg_().log1p_().neg_().log_().neg_()
+def gumbels(keys: Tensor, counters: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard Gumbel noise of keys and counters int64, broadcast; the long upper tail comes from small uniforms."""
+    return uniforms(keys, counters, dtype).neg_().log1p_().neg_().log_().neg_()

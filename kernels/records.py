@@ -1,9 +1,14 @@
 """What goes into and comes out of the rejection pipeline, shared by the Triton kernels and their PyTorch twins."""
 
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+VOCAB_BLOCK = 4096
+"""Rows are summed, and tokens drawn, in blocks of this many ids. It is part of the rule: with another size the same
+seed draws other tokens."""
 
 
 class Stream(IntEnum):
@@ -14,10 +19,23 @@ class Stream(IntEnum):
     RECOVER = 2
 
 
+class VerifyMode(Enum):
+    """Which drafts are kept. Requests of temperature 0 keep a draft iff it is the argmax, unless SYNTHETIC."""
+
+    STANDARD = "standard"  # token by token, with probability min(1, p / q)
+    BLOCK = "block"  # the longest prefix that can be kept at once; never shorter than STANDARD on average
+    SYNTHETIC = "synthetic"  # by given rates, whatever the tokens: a load for benchmarks
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the emitted tokens follow the target's law."""
+        return self is not VerifyMode.SYNTHETIC
+
+
 class RejectionInputs(NamedTuple):
     """One verification step. Request b owns logits rows cu_rows[b]:cu_rows[b+1]; its last row is the bonus row."""
 
-    target_logits: Tensor  # [num_rows, vocab] float32; processed (temperature, masks); -inf = forbidden
+    target_logits: Tensor  # [num_rows, vocab] float32, bfloat16 or float16; processed (temperature, masks); -inf = no
     draft_token_ids: Tensor  # [batch, k] int64; outside [0, vocab) = placeholder: rejected, never an index
     cu_rows: Tensor  # [batch + 1] int32; request b has cu_rows[b+1] - cu_rows[b] - 1 drafts (0 to k)
     positions: Tensor  # [batch] int64; index in the sequence of the first token this step emits; keys the noise
@@ -25,10 +43,14 @@ class RejectionInputs(NamedTuple):
     seeds: Tensor  # [batch] int64
     # The normalised law of each draft, [batch, k, draft_vocab] float32; None = point mass.
     draft_log_probs: Tensor | None = None
-    token_map: Tensor | None = None  # [draft_vocab] int64; ascending target ids of its columns; None = identity
+    law_columns: Tensor | None = None  # [vocab] int32 from `law_columns`: the law's column of each id; None = identity
+    mode: VerifyMode = VerifyMode.STANDARD
+    rates: Tensor | None = None  # SYNTHETIC only: [>= k] float32, the chance to keep draft j once all before it were
 
-    def check_shapes(self) -> None:
-        """Raises ValueError when the shapes do not belong together; reads no values, so nothing waits for a GPU."""
+    def check(self) -> None:
+        """Raises ValueError when the fields do not belong together; reads no values, so nothing waits for a GPU."""
+        if self.target_logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"target_logits must be float32, bfloat16 or float16, found {self.target_logits.dtype}")
         batch, k = self.draft_token_ids.shape
         vocab = self.target_logits.shape[1]
         expected: dict[str, tuple[Tensor, tuple[int, ...]]] = {
@@ -37,15 +59,33 @@ class RejectionInputs(NamedTuple):
             "temperature": (self.temperature, (batch,)),
             "seeds": (self.seeds, (batch,)),
         }
-        law = self.draft_log_probs
+        law, columns = self.draft_log_probs, self.law_columns
         if law is not None:
-            columns = vocab if self.token_map is None else self.token_map.shape[0]
-            expected["draft_log_probs"] = (law, (batch, k, columns))
-        elif self.token_map is not None:
-            raise ValueError("token_map names the columns of draft_log_probs, which is None; pass both or neither")
+            if law.dtype != torch.float32:
+                raise ValueError(f"draft_log_probs must be float32, found {law.dtype}")
+            expected["draft_log_probs"] = (law, (batch, k, vocab if columns is None else law.shape[-1]))
+        if columns is not None:
+            if law is None:
+                raise ValueError("law_columns names columns of draft_log_probs, which is None; pass both or neither")
+            expected["law_columns"] = (columns, (vocab,))
         for name, (tensor, shape) in expected.items():
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name} must be {list(shape)}, found {list(tensor.shape)}")
+        if (self.rates is not None) != (self.mode is VerifyMode.SYNTHETIC):
+            given = "none were given" if self.rates is None else f"the mode is {self.mode.value}"
+            raise ValueError(f"synthetic verification and only that takes acceptance rates, but {given}")
+        if self.rates is not None and (self.rates.ndim != 1 or self.rates.shape[0] < k):
+            raise ValueError(f"rates must be one row of at least {k}, one per draft, found {list(self.rates.shape)}")
+
+
+def law_columns(token_map: Tensor, vocab: int) -> Tensor:
+    """The column [vocab] int32 of each target id in a law over token_map [draft_vocab] int64; -1 where it has none.
+
+    Depends on the head only: build it once, not per step.
+    """
+    columns = torch.full((vocab,), -1, dtype=torch.int32, device=token_map.device)
+    columns[token_map] = torch.arange(token_map.shape[0], dtype=torch.int32, device=token_map.device)
+    return columns
 
 
 class RejectionOutputs(NamedTuple):
@@ -53,4 +93,19 @@ class RejectionOutputs(NamedTuple):
 
     token_ids: Tensor  # [batch, k + 1] int64; -1 beyond num_emitted
     num_emitted: Tensor  # [batch] int32; accepted drafts + 1, or 0 for a failed request
-    failed: Tensor  # [batch] bool; a row that was needed holds NaN or +inf, or forbids every token
+    failed: Tensor  # [batch] bool; a row that was needed holds NaN or +inf, forbids every token, or does not exist
+
+
+def rope_heads(qkv: Tensor, cos: Tensor, sin: Tensor, k_plane: Tensor, v_plane: Tensor) -> tuple[int, int, int]:
+    """(query heads, key heads, width) of qkv [rows, (q_heads + 2 * kv_heads) * width]; raises ValueError on misfits."""
+    kv_heads, width = k_plane.shape[2:]
+    q_heads, rest = divmod(qkv.shape[1] - 2 * kv_heads * width, width)
+    if v_plane.shape != k_plane.shape or rest or q_heads < kv_heads or width % 2:
+        raise ValueError(
+            f"rows {list(qkv.shape)} must hold whole heads for planes {list(k_plane.shape)} and {list(v_plane.shape)}"
+        )
+    if cos.shape != (qkv.shape[0], width) or sin.shape != cos.shape:
+        raise ValueError(
+            f"cos and sin must turn whole heads, [{qkv.shape[0]}, {width}], found {list(cos.shape)}, {list(sin.shape)}"
+        )
+    return q_heads, kv_heads, width

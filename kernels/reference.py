@@ -1,18 +1,16 @@
 """The kernels in plain PyTorch: the CPU path, and the oracle the Triton kernels are tested against.
 
-Names and signatures are those of `rejection.py` and `attention.py`.
+Names and signatures are those of `rejection.py`, `sampling.py`, `attention.py`, `linear.py` and `fused.py`.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .noise import gumbels, noise_keys, uniforms
-from .records import RejectionInputs, RejectionOutputs, Stream
-
-SUM_BLOCK = 8192
-"""Sums over the vocabulary run in blocks of this size: torch splits one long row over threads, but not several rows,
-and a request's tokens must not depend on its batch mates."""
+from .noise import BLOCK_COUNTERS, gumbels, noise_keys, uniforms
+from .records import VOCAB_BLOCK, RejectionInputs, RejectionOutputs, Stream, VerifyMode, rope_heads
 
 SHORT_QUERY = 16
 GROUP_SLOTS = 1024
@@ -20,42 +18,71 @@ GROUP_SLOTS = 1024
 would leave the processor's cache, fewer would pay for more calls."""
 
 
-def verify(inputs: RejectionInputs, *, fp64_gumbel: bool = False) -> RejectionOutputs:
-    """Accepts a prefix of each request's drafts and draws the token after it; the law is exactly the target's.
+class BlockStats(NamedTuple):
+    """Per row and block of the vocabulary, each [num_rows, num_blocks] float32."""
 
-    Draft x of row j is kept iff `log u + log q(x) < log p(x)` (a point mass has q(x) = 1), greedy iff x is the argmax
-    (lowest id on ties). The first rejected row is drawn from `max(p - q, 0)`, from p without x for a point mass, from p
-    after a placeholder or where nothing is left; a row past all drafts from p. Leviathan et al. 2211.17192, Chen et
-    al. 2302.01318. Raises ValueError on shapes that do not belong together.
+    maximum: Tensor
+    total: Tensor  # sum of exp(logit - maximum)
+
+    def log_masses(self) -> Tensor:
+        return self.maximum + self.total.log()
+
+
+def verify(inputs: RejectionInputs, *, fp64_gumbel: bool = False) -> RejectionOutputs:
+    """Keeps a prefix of each request's drafts and draws the token after it.
+
+    STANDARD keeps draft x of row j iff `log u + log q(x) < log p(x)`; a point mass has q(x) = 1 (Leviathan et al.
+    2211.17192, Chen et al. 2302.01318). BLOCK keeps the longest prefix i with u < h_i (Sun et al. 2403.10444), where
+    P_0 = 1, P_i = min(1, P_{i-1} p(x_i) / q(x_i)), h = P for the last draft and S_i / (S_i + 1 - P_i) before it, with
+    S_i the sum of max(P_i p - q, 0) over the next row; for point masses both rules emit the same law, and the first
+    runs. SYNTHETIC keeps draft j iff u < rates[j]. The law is exactly the target's in the first two.
+
+    The row behind the kept drafts is drawn from `max(p - q, 0)`, in BLOCK from `max(P p - q, 0)`, from p without x for
+    a point mass, from p after a placeholder, past all drafts and where nothing is left. Temperature 0 keeps drafts that
+    are the argmax (lowest id on ties), or by rate in SYNTHETIC, and then gives the argmax. Raises ValueError on fields
+    that do not belong together.
     """
-    inputs.check_shapes()
-    logits, drafts = inputs.target_logits, inputs.draft_token_ids
+    inputs.check()
+    logits, drafts = inputs.target_logits.float(), inputs.draft_token_ids
     batch, k = drafts.shape
     first = inputs.cu_rows[:-1].long()
-    num_drafts = inputs.cu_rows[1:].long() - first - 1
+    num_drafts = (inputs.cu_rows[1:].long() - first - 1).clamp(max=k)
     steps = torch.arange(k + 1, device=logits.device)
-    rows = first[:, None] + torch.minimum(steps, num_drafts[:, None])  # [batch, k + 1]
+    rows = first[:, None] + torch.minimum(steps, num_drafts[:, None].clamp(min=0))
+    rows = rows.clamp(max=logits.shape[0] - 1)  # [batch, k + 1]
 
-    row_max = logits.amax(dim=-1)
-    row_bad = ~torch.isfinite(row_max)
-    row_argmax = logits.argmax(dim=-1) if bool((inputs.temperature == 0).any()) else torch.zeros_like(row_bad).long()
+    greedy = inputs.temperature == 0
+    stats = _block_stats(logits)
+    row_max = stats.maximum.amax(dim=-1)
+    unusable = ~torch.isfinite(row_max)[rows] | (steps > num_drafts[:, None])
+    row_argmax = logits.argmax(dim=-1) if bool(greedy.any()) else torch.zeros_like(row_max).long()
+    row_lse = row_max + (stats.total * (stats.maximum - row_max[:, None]).exp()).sum(dim=-1).log()
     real = (drafts >= 0) & (drafts < logits.shape[1]) & (steps[:k] < num_drafts[:, None])
 
-    sampled = (inputs.temperature > 0).nonzero()[:, 0]
-    accept = row_argmax[rows[:, :k]] == drafts
-    row_lse = row_max
-    if sampled.numel():
-        row_lse = _log_sum_exp(logits, row_max)
-        ratio_test = _sampled_accepts(inputs, rows[:, :k], row_lse, real)
-        accept = torch.where((inputs.temperature > 0)[:, None], ratio_test, accept)
-    accepted = (accept & real).long().cumprod(dim=1).sum(dim=1)  # [batch]
+    keys = noise_keys(inputs.seeds[:, None], inputs.positions[:, None] + steps[:k], Stream.ACCEPT)
+    u = uniforms(keys, torch.zeros_like(keys))
+    log_p, log_q = _draft_log_probs(inputs, logits, row_lse, rows, real)
+    if inputs.rates is not None:
+        keep = u < inputs.rates[:k]
+    else:
+        keep = torch.where(greedy[:, None], row_argmax[rows[:, :k]] == drafts, u.log() + log_q < log_p)
+    accepted = (keep & real & ~unusable[:, :k]).long().cumprod(dim=1).sum(dim=1)  # [batch]
+    needed = steps == accepted[:, None]
+    log_weight = torch.zeros(batch, k + 1, device=logits.device)
+    if inputs.mode is VerifyMode.BLOCK and inputs.draft_log_probs is not None:
+        log_weight = _block_weights(torch.where(real & ~unusable[:, :k], log_p - log_q, -torch.inf))
+        length = real.long().cumprod(dim=1).sum(dim=1)
+        longest = _longest_prefix(inputs, logits, rows, row_lse, log_weight, length, u)
+        accepted = torch.where(greedy, accepted, longest)
+        needed = (steps == accepted[:, None]) | (~greedy[:, None] & (steps < length[:, None]))
+
     last_row = rows.gather(1, accepted[:, None])[:, 0]
-
     last_token = row_argmax[last_row]
-    if sampled.numel():
-        last_token[sampled] = _recover(inputs, sampled, accepted, last_row, row_lse, real, fp64_gumbel)
-
-    failed = (row_bad[rows] & (steps <= accepted[:, None])).any(dim=1)
+    shift = row_lse[last_row] - log_weight.gather(1, accepted[:, None])[:, 0]
+    failed = (unusable & needed).any(dim=1)
+    drawn = (~greedy & ~failed).nonzero()[:, 0]
+    if drawn.numel():
+        last_token[drawn] = _recover(inputs, logits, stats, drawn, accepted, last_row, shift, real, fp64_gumbel)
     token_ids = F.pad(drafts, (0, 1)).scatter(1, accepted[:, None], last_token[:, None])
     token_ids = token_ids.masked_fill((steps > accepted[:, None]) | failed[:, None], -1)
     return RejectionOutputs(token_ids, (accepted + 1).masked_fill(failed, 0).int(), failed)
@@ -70,7 +97,7 @@ def sample(
     *,
     fp64_gumbel: bool = False,
 ) -> Tensor:
-    """One token id [batch] int64 per row of logits [batch, vocab] float32 that the temperature was applied to already.
+    """One token id [batch] int64 per row of logits [batch, vocab] that the temperature was applied to already.
 
     Rows of temperature [batch] 0 give their argmax, others a draw keyed by (seed, position, stream). A row of NaN
     gives some id in range.
@@ -78,70 +105,122 @@ def sample(
     token_ids = logits.argmax(dim=-1)
     rows = (temperature > 0).nonzero()[:, 0]
     if rows.numel():
+        scores = logits[rows].float()
         keys = noise_keys(seeds[rows], positions[rows], stream)
-        token_ids[rows] = _race(logits[rows], keys, fp64_gumbel).indices
+        token_ids[rows] = _draw(scores, _block_stats(scores).log_masses(), keys, fp64_gumbel)
     return token_ids
 
 
-def _race(scores: Tensor, keys: Tensor, fp64: bool) -> "torch.return_types.max":
-    noise = gumbels(keys, scores.shape[1], torch.float64 if fp64 else torch.float32)
-    return noise.add_(scores).max(dim=-1)
+def _block_stats(logits: Tensor) -> BlockStats:
+    maxima, totals = [], []
+    # block by block: torch splits the sum of one long row over threads, but not that of several rows, and a request's
+    # tokens must not depend on its batch mates
+    for block in logits.split(VOCAB_BLOCK, dim=-1):
+        maximum = block.amax(dim=-1)
+        base = maximum.masked_fill(maximum == -torch.inf, 0)
+        maxima.append(maximum)
+        totals.append((block - base[:, None]).exp_().sum(dim=-1))
+    return BlockStats(torch.stack(maxima, dim=-1), torch.stack(totals, dim=-1))
 
 
-def _log_sum_exp(logits: Tensor, row_max: Tensor) -> Tensor:
-    total = torch.zeros_like(row_max)
-    for block in logits.split(SUM_BLOCK, dim=-1):
-        total += (block - row_max[:, None]).exp_().sum(dim=-1)
-    return row_max + total.log()
+def _draw(scores: Tensor, log_masses: Tensor, keys: Tensor, fp64: bool) -> Tensor:
+    """A block by its mass [batch, num_blocks], then an id by its score [batch, vocab] in the block."""
+    dtype = torch.float64 if fp64 else torch.float32
+    counters = BLOCK_COUNTERS + torch.arange(log_masses.shape[1], device=keys.device)
+    block = gumbels(keys[:, None], counters, dtype).add_(log_masses).argmax(dim=-1)
+    last = scores.shape[1] - 1
+    tokens = block[:, None] * VOCAB_BLOCK + torch.arange(min(VOCAB_BLOCK, last + 1), device=keys.device)
+    race = gumbels(keys[:, None], tokens, dtype).add_(scores.gather(1, tokens.clamp(max=last)))
+    best = race.masked_fill_(tokens > last, -torch.inf).argmax(dim=-1, keepdim=True)
+    return tokens.gather(1, best)[:, 0].clamp_(max=last)
 
 
-def _sampled_accepts(inputs: RejectionInputs, rows: Tensor, row_lse: Tensor, real: Tensor) -> Tensor:
-    """Whether each draft [batch, k] passes the ratio test of its own row."""
+def _draft_log_probs(
+    inputs: RejectionInputs, logits: Tensor, row_lse: Tensor, rows: Tensor, real: Tensor
+) -> tuple[Tensor, Tensor]:
+    """log p and log q [batch, k] of the drafts; +inf for the q of a draft that its law cannot draw."""
     ids = inputs.draft_token_ids.masked_fill(~real, 0)
-    steps = torch.arange(ids.shape[1], device=ids.device)
-    keys = noise_keys(inputs.seeds[:, None].expand_as(ids), inputs.positions[:, None] + steps, Stream.ACCEPT)
-    log_u = uniforms(keys, torch.zeros_like(ids)).log()
-    log_p = inputs.target_logits[rows, ids] - row_lse[rows]
+    own = rows[:, : ids.shape[1]]
+    log_p = logits[own, ids] - row_lse[own]
     if inputs.draft_log_probs is None:
-        return log_u < log_p
-    columns, known = ids, real
-    if inputs.token_map is not None:
-        columns = torch.searchsorted(inputs.token_map, ids).clamp_(max=inputs.token_map.shape[0] - 1)
-        known = inputs.token_map[columns] == ids
-    log_q = inputs.draft_log_probs.gather(2, columns[..., None])[..., 0]
-    return known & (log_q > -torch.inf) & (log_u + log_q < log_p)
+        return log_p, torch.zeros_like(log_p)
+    columns = ids if inputs.law_columns is None else inputs.law_columns[ids].long()
+    log_q = inputs.draft_log_probs.gather(2, columns.clamp(min=0)[..., None])[..., 0]
+    return log_p, log_q.masked_fill((columns < 0) | ~(log_q > -torch.inf), torch.inf)
+
+
+def _block_weights(ratio: Tensor) -> Tensor:
+    """log P [batch, k + 1] of ratios log p - log q [batch, k]."""
+    weights = [ratio.new_zeros(ratio.shape[0])]
+    for column in ratio.unbind(dim=1):
+        weights.append((weights[-1] + column).clamp(max=0))
+    return torch.stack(weights, dim=1)
+
+
+def _longest_prefix(
+    inputs: RejectionInputs,
+    logits: Tensor,
+    rows: Tensor,
+    row_lse: Tensor,
+    log_weight: Tensor,
+    length: Tensor,
+    u: Tensor,
+) -> Tensor:
+    """The largest i with u_i < h_i, 0 if there is none, for drafts of `length` [batch] before any placeholder."""
+    longest = torch.zeros_like(length)
+    for i in range(1, rows.shape[1]):
+        weight, chance = log_weight[:, i], u[:, i - 1]
+        keep = (chance.log() < weight) & (length == i)
+        doubtful = (length > i).nonzero()[:, 0]
+        if doubtful.numel():
+            row = rows[doubtful, i]
+            shift = (row_lse[row] - weight[doubtful])[:, None]
+            left = _left_over(inputs, logits[row], shift, doubtful, torch.full_like(doubtful, i)).sum(dim=-1)
+            h = chance[doubtful] * (left + 1 - weight[doubtful].exp()) < left
+            keep[doubtful] = h | (weight[doubtful] == 0)
+        longest = torch.where(keep, i, longest)
+    return longest
+
+
+def _left_over(inputs: RejectionInputs, scores: Tensor, shift: Tensor, requests: Tensor, step: Tensor) -> Tensor:
+    """max(exp(scores - shift) - q, 0) [num_requests, vocab], q the law of each request's draft `step`."""
+    assert inputs.draft_log_probs is not None
+    q = inputs.draft_log_probs[requests, step].exp()
+    if inputs.law_columns is not None:
+        q = q[:, inputs.law_columns.clamp(min=0)].masked_fill_(inputs.law_columns < 0, 0)
+    left = (scores - shift).exp_() - q
+    return torch.where(left > 0, left, 0)
 
 
 def _recover(
     inputs: RejectionInputs,
+    logits: Tensor,
+    stats: BlockStats,
     requests: Tensor,
     accepted: Tensor,
     last_row: Tensor,
-    row_lse: Tensor,
+    shift: Tensor,
     real: Tensor,
     fp64: bool,
 ) -> Tensor:
-    """The token after the accepted drafts of the given requests [num_requests] int64."""
+    """The token after the kept drafts of the given requests [num_requests] int64."""
     accepted, last_row = accepted[requests], last_row[requests]
-    logits = inputs.target_logits[last_row]
+    scores, log_masses = logits[last_row], stats.log_masses()[last_row]
     keys = noise_keys(inputs.seeds[requests], inputs.positions[requests] + accepted, Stream.RECOVER)
-    plain = _race(logits, keys, fp64).indices
     k = inputs.draft_token_ids.shape[1]
-    if k == 0:
-        return plain
-    step = accepted.clamp(max=k - 1)
-    rejected = (accepted < k) & real[requests, step]
-    if inputs.draft_log_probs is None:
-        ids = inputs.draft_token_ids[requests, step].masked_fill(~rejected, 0)
-        residual = logits.scatter(1, ids[:, None], -torch.inf)
-    else:
-        p = (logits - row_lse[last_row, None]).exp_()
-        q = inputs.draft_log_probs[requests, step].exp()
-        columns = slice(None) if inputs.token_map is None else inputs.token_map
-        p[:, columns] -= q
-        residual = torch.where(p > 0, p, 0).log_()
-    best = _race(residual, keys, fp64)
-    return torch.where(rejected & (best.values > -torch.inf), best.indices, plain)
+    if k:
+        step = accepted.clamp(max=k - 1)
+        rejected = (accepted < k) & real[requests, step]
+        if inputs.draft_log_probs is None:
+            ids = inputs.draft_token_ids[requests, step].masked_fill(~rejected, 0)
+            left = scores.scatter(1, ids[:, None], -torch.inf)
+        else:
+            left = _left_over(inputs, scores, shift[requests, None], requests, step).log_()
+        masses = _block_stats(left).log_masses()
+        anything_left = (rejected & (masses.amax(dim=-1) > -torch.inf))[:, None]
+        scores = torch.where(anything_left, left, scores)
+        log_masses = torch.where(anything_left, masses, log_masses)
+    return _draw(scores, log_masses, keys, fp64)
 
 
 def store_kv(k: Tensor, v: Tensor | None, k_plane: Tensor, v_plane: Tensor | None, slot_mapping: Tensor) -> None:
@@ -268,3 +347,78 @@ def _attend(
         scores = torch.cat([scores, sink.reshape(group, kv_heads, -1, 1)], dim=-1)
     probs = scores.softmax(dim=-1)[..., : k.shape[2]]
     return (probs @ v.float()).reshape(group, q_heads, num_queries, -1)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x [rows, in] times weight [out, in], summed in float32, plus bias [out] and residual [rows, out]: [rows, out].
+
+    The result has `out_dtype`, that of x when None. In half precision the kernels round once, at the end; here the
+    product is rounded before the residual is added.
+    """
+    out = F.linear(x, weight, bias)
+    if residual is not None:
+        out = out.to(torch.promote_types(out.dtype, torch.float32)) + residual
+    return out.to(out_dtype or x.dtype)
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """silu(gate) * up [rows, width] of x [rows, in], gate and up being the halves of weight [2 * width, in]."""
+    return silu_mul(linear(x, weight, bias))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
+    """x [rows, width] over its root mean square, times weight [width], in the dtype of x.
+
+    As Llama: normalised in float32 whatever the dtype, rounded, then scaled. With `unit_offset` as Gemma: scaled by
+    1 + weight in float32 and rounded once.
+    """
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    if unit_offset:
+        return (wide * (1.0 + weight.float())).to(x.dtype)
+    return (weight * wide.to(x.dtype)).to(x.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up [rows, width] of gate_up [rows, 2 * width], gates first."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rope_store(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    k_plane: Tensor,
+    v_plane: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """Turns the queries and keys of packed rows, writes keys and values to their slots, returns the queries.
+
+    qkv [rows, (q_heads + 2 * kv_heads) * width], heads in that order; cos and sin [rows, width] in transformers'
+    half-split layout; q_norm and k_norm [width] RMS norms of each head before turning, or None; planes [num_blocks,
+    block_size, kv_heads, width]; slot_mapping [rows] int64. Returns [rows, q_heads, width]. Raises ValueError on
+    shapes that do not belong together.
+    """
+    q_heads, kv_heads, width = rope_heads(qkv, cos, sin, k_plane, v_plane)
+    q, k, v = qkv.view(-1, q_heads + 2 * kv_heads, width).split((q_heads, kv_heads, kv_heads), dim=1)
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
+    store_kv(_turn(k, cos, sin), v, k_plane, v_plane, slot_mapping)
+    return _turn(q, cos, sin)
+
+
+def _turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    turned = heads * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
+    return turned.to(heads.dtype)

@@ -16,6 +16,7 @@ class Requirements:
 
     layer_ids: tuple[int, ...] = ()  # hidden states captured at these ids, ascending; id L is the raw last state
     planes: tuple[PlaneSpec, ...] = ()  # over the requests' own block tables
+    next_token: bool = False  # whether row t of its planes depends on token t + 1: prefix-cache keys then include it
     lookahead: int = 0  # slots beyond the last token that `propose` writes to
     draft_laws: bool = False  # whether drafts carry the law they were drawn from
     observes: bool = True  # False: rows need not be gathered for it
@@ -25,8 +26,10 @@ class Requirements:
 class ObservedRows(NamedTuple):
     """Every row the target computed in a step, in order; a request's rows after its `last_rows` are rejected drafts.
 
-    Rejected rows must leave nothing behind that later rows of the same positions do not overwrite. After a preemption a
-    request's rows are computed, and observed, again from position 0. Rows of the table row that belongs to nobody, and
+    Rejected rows must leave nothing behind that later rows of the same positions do not overwrite. Rows found in the
+    prefix cache are not computed, so a request's first observation may start at a later position: what a proposer knows
+    of earlier rows is in its planes, written by whoever computed them. After a preemption rows are computed, and
+    observed, again from the first that the cache no longer holds. Rows of the table row that belongs to nobody, and
     rows beyond `cu_seqlens`, are padding.
     """
 
@@ -64,12 +67,12 @@ class Drafts(NamedTuple):
 
 
 class Released(NamedTuple):
-    """A request that leaves; its blocks are still its own and are freed right after."""
+    """A request that leaves; its blocks are freed right after, or have been where it was preempted."""
 
     request_id: int
-    block_table: list[int]
+    block_table: list[int]  # empty where it was preempted
     num_rows: int  # rows that are final: 0..num_rows-1
-    finished: bool  # False: preempted, it comes back from position 0; or cancelled
+    finished: bool  # False: preempted, and will come back; cancelled; or failed
 
 
 class Proposer(ABC):

@@ -48,6 +48,7 @@ class Eagle3Proposer(Proposer):
                 PlaneSpec(name, config.num_kv_heads, config.head_dim, config.head_dim, dtype)
                 for name in self.plane_names
             ),
+            next_token=True,
             lookahead=max(num_draft_tokens - 2, 0),
             draft_laws=self.probabilistic,
         )

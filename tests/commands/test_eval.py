@@ -153,10 +153,13 @@ def test_sampling_options_reach_the_engine(model, head, prompts, monkeypatch, tm
     monkeypatch.setattr(eval_command, "_measure", stop)
     flags = "--temperature 0.7 --top-k 11 --top-p 0.9 --seed 5 --max-new-tokens 9 --num-draft-tokens 4 --batch-size 3"
     flags += f" --limit 2 --ignore-eos --draft-sampling probabilistic --num-blocks 77 --out {tmp_path / 'x'}"
+    flags += " --min-p 0.1 --repetition-penalty 1.2 --presence-penalty 0.3 --frequency-penalty -0.4 --stop w1 --stop w2"
     with pytest.raises(SystemExit):
         cli.main(["eval", "--model", str(model), "--head", str(head), "--prompts", str(prompts), *flags.split()])
     params, options = seen["params"], seen["options"]
     assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.7, 11, 0.9, 9)
+    assert (params.min_p, params.repetition_penalty, params.stop) == (0.1, 1.2, ("w1", "w2"))
+    assert (params.presence_penalty, params.frequency_penalty) == (0.3, -0.4)
     assert params.ignore_eos and seen["k"] == 4 and seen["count"] == 2
     assert (options.seed, options.batch_size, options.num_blocks) == (5, 3, 77)
     assert options.draft_sampling == "probabilistic"
@@ -254,6 +257,10 @@ def test_bad_prompt_files(content: bytes, expected: str, model, tmp_path, capsys
     [
         (["--temperature", "-1"], "temperature"),
         (["--top-p", "0"], "top_p"),
+        (["--min-p", "2"], "min_p"),
+        (["--repetition-penalty", "0"], "repetition_penalty"),
+        (["--presence-penalty", "nan"], "presence_penalty"),
+        (["--stop", ""], "stop must be"),
         (["--batch-size", "0"], "--batch-size"),
         (["--max-new-tokens", "0"], "--max-new-tokens"),
         (["--limit", "0"], "--limit must be at least 1"),

@@ -46,9 +46,13 @@ def test_states_equal_the_librarys_own(family: str) -> None:
 def test_shared_prefixes_and_repeats_keep_all_their_rows(llama: Target) -> None:
     first, second = rows_of((15, 14))
     second.token_ids[:10] = first.token_ids[:10]
-    documents = StateExtractor(llama, (1, 6), 64, 63).documents([first, second, first])
+    extractor = StateExtractor(llama, (1, 6), 64, 63)
+    documents = extractor.documents([first, second, first])
     assert [len(d.token_ids) for d in documents] == [len(d.hidden_states) for d in documents] == [15, 14, 15]
     torch.testing.assert_close(documents[0].hidden_states, documents[2].hidden_states, rtol=1e-5, atol=1e-6)
+    again = extractor.documents([first, second, first])
+    assert all(torch.equal(d.hidden_states, e.hidden_states) for d, e in zip(documents, again, strict=True))
+    assert extractor.engine.statistics.cached_prompt_tokens == 0
 
 
 def test_extraction_never_asks_the_library_for_hidden_states(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from spectrain.extract.generation import GenerationSettings, TextWriter
 from spectrain.extract.plan import ExtractionError, plan_extraction
+from spectrain.infer.engine import Engine
 from spectrain.infer.prompts import load_prompts
 from spectrain.infer.target import Target
 from spectrain.tests.models import rand_llama, succ_llama
@@ -59,6 +60,25 @@ def test_greedy_answers_and_their_extraction(word_level: WordLevel, plain_templa
         sorted((tmp_path / "text").glob("*.jsonl")), other, shard_tokens=99, max_length=40, vocab_size=41
     )
     assert not again.on_policy  # another tokenizer reads the messages, never foreign ids
+
+
+def test_no_chunk_finds_rows_that_an_earlier_one_computed(
+    word_level: WordLevel, plain_template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run has no earlier chunks in its cache, and must round as an unbroken one does."""
+    tokenizer = word_level(plain_template)
+    target = Target.from_model(rand_llama(eos_token_id=None), tokenizer)
+    (tmp_path / "prompts.jsonl").write_text(7 * (json.dumps({"prompt": "a " * 20}) + "\n"))
+    generate, hits = Engine.generate, []
+
+    def one_by_one(engine: Engine, prompts: Any, params: Any, on_finish: Any) -> Any:
+        outputs = [generate(engine, [p], [q], on_finish)[0] for p, q in zip(prompts, params, strict=True)]
+        hits.append(engine.statistics.cache_hits)
+        return outputs
+
+    monkeypatch.setattr(Engine, "generate", one_by_one)
+    write(target, tmp_path / "text", load_prompts([tmp_path / "prompts.jsonl"], tokenizer))
+    assert hits == [2, 4, 4]  # chunks of 3, 3 and 1: the first of each finds nothing
 
 
 def test_text_goes_on_after_the_last_whole_chunk(word_level: WordLevel, plain_template: str, tmp_path: Path) -> None:

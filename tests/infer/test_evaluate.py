@@ -162,10 +162,10 @@ def accept_everything(*args, **options):
     """A verifier that takes each draft unseen."""
     from spectrain.infer.verify import verify_drafts
 
-    drafts = args[1]
+    drafts, cu_rows = args[1:3]
     out = verify_drafts(*args, **options)
     tokens, counts = out.token_ids.clone(), out.num_emitted.clone()
-    for i, length in enumerate((drafts >= 0).sum(dim=1).tolist()):
+    for i, length in enumerate((cu_rows.diff() - 1).tolist()):
         if length:
             tokens[i, :length], counts[i] = drafts[i, :length], length
             tokens[i, length:] = -1
@@ -214,7 +214,7 @@ def test_scores_are_the_targets_own_and_the_blocks_come_back(target: Target) -> 
     expected, _ = lone_forward(rand_llama(2, max_position_embeddings=128), ids)
     torch.testing.assert_close(logits, expected[rows], atol=1e-4, rtol=1e-4)
     assert engine.pool.num_free == engine.pool.num_blocks - 1
-    probs = score_probs(engine, SamplingParams(temperature=0.5), ids, rows)
+    probs = score_probs(engine, SamplingParams(temperature=0.5), ids, rows, 1)
     torch.testing.assert_close(probs, (expected[rows] / 0.5).softmax(-1), atol=1e-4, rtol=1e-3)
 
 

@@ -31,7 +31,7 @@ def generation(tokens: list[int], prompt: tuple[int, ...] = (1, 2), lengths: lis
 
 
 def constant_law(law: Tensor):
-    return lambda token_ids, rows: law.expand(len(rows), -1)
+    return lambda token_ids, rows, prompt_len: law.expand(len(rows), -1)
 
 
 def sampled(law: Tensor, count: int, length: int, seed: int = 0) -> list[Generation]:
@@ -83,12 +83,12 @@ def test_too_few_tokens_is_no_pass() -> None:
 def test_law_is_asked_for_the_row_before_each_output_token() -> None:
     asked = []
 
-    def law(token_ids, rows):
-        asked.append((list(token_ids), list(rows)))
+    def law(token_ids, rows, prompt_len):
+        asked.append((list(token_ids), list(rows), prompt_len))
         return P.expand(len(rows), -1)
 
     check_sampled([Generation([7, 8, 9], [1, 2], [2])], law, generator())
-    assert asked == [([7, 8, 9, 1], [2, 3])]
+    assert asked == [([7, 8, 9, 1], [2, 3], 3)]
 
 
 def test_integral_stays_inside_its_token_interval() -> None:
@@ -123,7 +123,7 @@ def logits_with(first: float, second: float) -> Tensor:
 
 
 def scores_of(row: Tensor):
-    return lambda token_ids, rows: row.expand(len(rows), -1)
+    return lambda token_ids, rows, prompt_len: row.expand(len(rows), -1)
 
 
 def many_equal(count: int = 99) -> list[Generation]:
@@ -137,7 +137,7 @@ def compare(row: Tensor, tokens: tuple[int, int] = (3, 4), dtype: torch.dtype = 
 
 
 def test_equal_runs_pass_without_asking_the_target() -> None:
-    def never(token_ids, rows):
+    def never(token_ids, rows, prompt_len):
         raise AssertionError("asked without a divergence")
 
     check = check_greedy(many_equal(), many_equal(), never, torch.float32, None)
@@ -194,3 +194,11 @@ def test_rounding_bound_grows_with_the_logits_and_the_type() -> None:
 def test_differences_are_counted_by_prompt() -> None:
     assert count_differences([generation([1]), generation([2, 3])], [generation([1]), generation([2, 4])]) == 1
     assert chance_limit(0) < 3
+
+
+def test_forbidden_tokens_neither_widen_the_bound_nor_are_excused() -> None:
+    row = logits_with(2.0, 2.0)
+    row[0] = -math.inf
+    assert rounding_bound(row, torch.float32) == rounding_bound(logits_with(2.0, 2.0), torch.float32)
+    assert compare(row).passed
+    assert not compare(row, tokens=(3, 0)).passed

@@ -4,8 +4,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.infer.sampling import SamplingParams, process_logits, row_settings
+from spectrain.infer.sampling import LogitsRows, SamplingParams, SamplingTable, features_of, process_logits
 from spectrain.infer.verify import verify_drafts
+
+
+def processed(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Rows that all belong to one request; nothing is known but one prompt token."""
+    settings = SamplingTable(2, logits.shape[1], torch.device("cpu"))
+    settings.set(0, params, ())
+    nowhere = torch.zeros(len(logits), dtype=torch.int64)
+    tokens, lens = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int64)
+    return process_logits(logits, LogitsRows(nowhere, nowhere), settings, tokens, lens, features_of([params]))
+
+
+def rows_of(lengths: list[int]) -> Tensor:
+    """cu_rows of requests with the given numbers of drafts."""
+    return torch.tensor([0, *(length + 1 for length in lengths)]).cumsum(0).int()
 
 
 def decode_chain(table: Tensor, params: SamplingParams, n: int, length: int, num_drafts: int, wrong: bool) -> Tensor:
@@ -17,11 +31,9 @@ def decode_chain(table: Tensor, params: SamplingParams, n: int, length: int, num
         for _ in range(num_drafts):
             tokens.append(best[tokens[-1]])
         rows = table[torch.stack(tokens, dim=1)].flatten(0, 1)
-        processed = process_logits(rows, row_settings([params], [len(rows)], [0], [()]))
-        drafts = torch.stack(tokens, dim=1)[:, 1:]
-        cu_rows = torch.arange(n + 1, dtype=torch.int32) * (num_drafts + 1)
-        temperature = torch.full((n,), params.temperature)
-        out = verify_drafts(processed, drafts, cu_rows, filled, temperature, torch.arange(n))
+        drafts, temperature = torch.stack(tokens, dim=1)[:, 1:], torch.full((n,), params.temperature)
+        cu_rows = rows_of([num_drafts] * n)
+        out = verify_drafts(processed(rows, params), drafts, cu_rows, filled, temperature, torch.arange(n))
         for column in range(num_drafts + 1):
             takes = ((column < out.num_emitted) & (filled < chains.shape[1])).nonzero()[:, 0]
             chains[takes, filled[takes]] = out.token_ids[takes, column]
@@ -57,7 +69,7 @@ def test_greedy_equals_plain_decoding(wrong: bool) -> None:
 def test_sampled_pairs_follow_the_processed_law(params: SamplingParams, wrong: bool) -> None:
     """Joint law of tokens 2 and 3 of the sequence, both inside drafted blocks, by chi-square over all cells."""
     n, table = 22_500, table_of(4)
-    law = process_logits(table, row_settings([params], [4], [0], [()])).softmax(-1)
+    law = processed(table, params).softmax(-1)
     chains = decode_chain(table, params, n, 4, 2, wrong)
     joint = ((law[0] @ law)[:, None] * law).flatten()
     counts = torch.bincount(chains[:, 2] * 4 + chains[:, 3], minlength=16)
@@ -73,8 +85,6 @@ def test_unequal_lengths_use_their_own_rows() -> None:
     logits = torch.full((6, 5), 0.0)
     for row, token in enumerate((1, 2, 3, 4, 0, 2)):
         logits[row, token] = 1.0
-    drafts = torch.tensor([[1, 2], [-1, -1], [0, 4]])
-    cu_rows = torch.tensor([0, 3, 4, 6], dtype=torch.int32)
-    zeros = torch.zeros(3, dtype=torch.int64)
-    out = verify_drafts(logits, drafts, cu_rows, zeros, torch.zeros(3), zeros)
+    drafts, zeros = torch.tensor([[1, 2], [-1, -1], [0, 4]]), torch.zeros(3, dtype=torch.int64)
+    out = verify_drafts(logits, drafts, rows_of([2, 0, 1]), zeros, torch.zeros(3), zeros)
     assert out.token_ids.tolist() == [[1, 2, 3], [4, -1, -1], [0, 2, -1]]

@@ -1,16 +1,19 @@
 """The rejection pipeline against a naive loop, and its behaviour on odd input, on CPU."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from spectrain.kernels import dispatch
-from spectrain.kernels.noise import gumbels, noise_keys, uniforms
-from spectrain.kernels.records import RejectionInputs, RejectionOutputs, Stream
+from spectrain.kernels import dispatch, reference
+from spectrain.kernels.noise import BLOCK_COUNTERS, gumbels, noise_keys, uniforms
+from spectrain.kernels.records import VOCAB_BLOCK, RejectionInputs, RejectionOutputs, Stream, VerifyMode, law_columns
 
 
 def softmax(logits: Sequence[float]) -> list[float]:
@@ -19,37 +22,101 @@ def softmax(logits: Sequence[float]) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
+def race(weights: list[float], row: int, noise: "Noise") -> int:
+    """A block by its mass, then a token within it."""
+    size = noise.block_size
+    masses = [sum(weights[start : start + size]) for start in range(0, len(weights), size)]
+
+    def best(items: list[float], gumbel: list[float]) -> int:
+        scores = [math.log(m) + g if m > 0 else -math.inf for m, g in zip(items, gumbel, strict=False)]
+        return scores.index(max(scores))
+
+    start = size * best(masses, noise.blocks[row])
+    return start + best(weights[start : start + size], noise.tokens[row][start : start + size])
+
+
+class Noise(NamedTuple):
+    """What decides one request, per row."""
+
+    log_uniforms: list[float]
+    tokens: list[list[float]]
+    blocks: list[list[float]]
+    block_size: int
+
+
+def usable(logits: list[float]) -> bool:
+    return not any(math.isnan(value) for value in logits) and max(logits) not in (math.inf, -math.inf)
+
+
 def verify_one(
     target_logits: list[list[float]],
     drafts: list[int],
     greedy: bool,
-    log_uniforms: list[float],
-    race_noise: list[list[float]],
+    noise: Noise,
     laws: list[dict[int, float]] | None,
+    mode: VerifyMode,
+    rates: list[float],
 ) -> list[int]:
-    """Tokens of one request: the textbook loop, given its noise. A law maps target ids to q; empty list = failed."""
+    """Tokens of one request: the textbook rules, given their noise. A law maps target ids to q; empty list = failed."""
+    vocab = len(target_logits[0])
+    length = next((i for i, draft in enumerate(drafts) if not 0 <= draft < vocab), len(drafts))
+
+    def law(step: int) -> list[float]:
+        if step >= length:
+            return [0.0] * vocab
+        known = {drafts[step]: 1.0} if laws is None else laws[step]
+        return [known.get(token, 0.0) for token in range(vocab)]
+
+    def finish(step: int, weight: float = 1.0) -> list[int]:
+        p = softmax(target_logits[step])
+        left = [max(weight * a - b, 0.0) for a, b in zip(p, law(step), strict=True)]
+        return [*drafts[:step], race(left if sum(left) > 0 else p, step, noise)]
+
+    if mode is VerifyMode.BLOCK and laws is not None and not greedy:
+        return block_rule(target_logits, drafts, length, noise, law, finish)
     for step, logits in enumerate(target_logits):
-        if any(math.isnan(value) for value in logits) or max(logits) in (math.inf, -math.inf):
+        if not usable(logits):
             return []
-        p = softmax(logits)
-        draft = drafts[step] if step < len(drafts) else None
-        real = draft is not None and 0 <= draft < len(p)
-        if greedy:
-            best = logits.index(max(logits))
-            if real and draft == best:
+        p, q = softmax(logits), law(step)
+        if step < length:
+            draft = drafts[step]
+            keep = q[draft] > 0 and p[draft] > 0 and noise.log_uniforms[step] + math.log(q[draft]) < math.log(p[draft])
+            if greedy:
+                keep = draft == logits.index(max(logits))
+            if mode is VerifyMode.SYNTHETIC:
+                keep = noise.log_uniforms[step] < (math.log(rates[step]) if rates[step] else -math.inf)
+            if keep:
                 continue
-            return [*drafts[:step], best]
-        q = [0.0] * len(p)
-        if real:
-            law = {draft: 1.0} if laws is None else laws[step]
-            q = [law.get(token, 0.0) for token in range(len(p))]
-            if q[draft] > 0 and p[draft] > 0 and log_uniforms[step] + math.log(q[draft]) < math.log(p[draft]):
-                continue
-        left = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
-        left = left if sum(left) > 0 else p
-        scores = [math.log(m) + g if m > 0 else -math.inf for m, g in zip(left, race_noise[step], strict=True)]
-        return [*drafts[:step], scores.index(max(scores))]
+        return [*drafts[:step], logits.index(max(logits))] if greedy else finish(step)
     raise AssertionError("the bonus row always ends the loop")
+
+
+def block_rule(
+    target_logits: list[list[float]],
+    drafts: list[int],
+    length: int,
+    noise: Noise,
+    law: Callable[[int], list[float]],
+    finish: Callable[[int, float], list[int]],
+) -> list[int]:
+    """Sun et al. 2403.10444, algorithm 2."""
+    if not all(usable(logits) for logits in target_logits[:length]):
+        return []
+    weights = [1.0]
+    for step in range(length):
+        p, q = softmax(target_logits[step])[drafts[step]], law(step)[drafts[step]]
+        weights.append(min(1.0, weights[-1] * p / q) if q > 0 else 0.0)
+    kept = 0
+    for i in range(1, length + 1):
+        weight = weights[i]
+        chance = weight
+        if i < length:
+            p = softmax(target_logits[i])
+            left = sum(max(weight * a - b, 0.0) for a, b in zip(p, law(i), strict=True))
+            chance = 1.0 if weight == 1.0 else left / (left + 1 - weight)
+        if math.exp(noise.log_uniforms[i - 1]) < chance:
+            kept = i
+    return finish(kept, weights[kept]) if usable(target_logits[kept]) else []
 
 
 def make_inputs(
@@ -78,22 +145,30 @@ def emitted(out: RejectionOutputs) -> list[list[int]]:
     return [row[:count] for row, count in zip(rows, out.num_emitted.tolist(), strict=True)]
 
 
-def by_naive_loop(inputs: RejectionInputs) -> Iterator[list[int]]:
+def by_naive_loop(inputs: RejectionInputs, block_size: int = VOCAB_BLOCK) -> Iterator[list[int]]:
     vocab = inputs.target_logits.shape[1]
-    token_map = list(range(vocab)) if inputs.token_map is None else inputs.token_map.tolist()
+    columns = list(range(vocab)) if inputs.law_columns is None else inputs.law_columns.tolist()
     for b, (start, end) in enumerate(zip(inputs.cu_rows[:-1].tolist(), inputs.cu_rows[1:].tolist(), strict=True)):
         positions = inputs.positions[b] + torch.arange(end - start)
         seeds = inputs.seeds[b].expand(end - start)
         laws = None
         if inputs.draft_log_probs is not None:
-            laws = [dict(zip(token_map, row, strict=True)) for row in inputs.draft_log_probs[b].exp().tolist()]
+            rows = inputs.draft_log_probs[b].exp().tolist()
+            laws = [{token: row[column] for token, column in enumerate(columns) if column >= 0} for row in rows]
+        recover = noise_keys(seeds, positions, Stream.RECOVER)[:, None]
         yield verify_one(
             inputs.target_logits[start:end].tolist(),
             inputs.draft_token_ids[b, : end - start - 1].tolist(),
             float(inputs.temperature[b]) == 0,
-            uniforms(noise_keys(seeds, positions, Stream.ACCEPT), torch.tensor(0)).log().tolist(),
-            gumbels(noise_keys(seeds, positions, Stream.RECOVER), vocab).tolist(),
+            Noise(
+                uniforms(noise_keys(seeds, positions, Stream.ACCEPT), torch.tensor(0)).log().tolist(),
+                gumbels(recover, torch.arange(vocab)).tolist(),
+                gumbels(recover, BLOCK_COUNTERS + torch.arange(-(-vocab // block_size))).tolist(),
+                block_size,
+            ),
             laws,
+            inputs.mode,
+            [] if inputs.rates is None else inputs.rates.tolist(),
         )
 
 
@@ -104,17 +179,30 @@ def by_naive_loop(inputs: RejectionInputs) -> Iterator[list[int]]:
     vocab=st.integers(2, 9),
     law=st.sampled_from(["point", "full", "reduced"]),
     spread=st.sampled_from([0.5, 3.0]),
+    mode=st.sampled_from(list(VerifyMode)),
+    block_size=st.sampled_from([2, 3, VOCAB_BLOCK]),
     data=st.data(),
 )
 def test_equals_the_naive_loop(
-    seed: int, lengths: list[int], vocab: int, law: str, spread: float, data: st.DataObject
+    seed: int,
+    lengths: list[int],
+    vocab: int,
+    law: str,
+    spread: float,
+    mode: VerifyMode,
+    block_size: int,
+    data: st.DataObject,
 ) -> None:
     inputs = make_inputs(seed, lengths, vocab, with_law=law == "full", spread=spread)
     if law == "reduced":
         width = data.draw(st.integers(1, vocab))
         token_map = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[:width].sort().values
         log_probs = torch.randn(*inputs.draft_token_ids.shape, width, generator=torch.Generator().manual_seed(seed))
-        inputs = inputs._replace(draft_log_probs=log_probs.log_softmax(-1), token_map=token_map)
+        inputs = inputs._replace(draft_log_probs=log_probs.log_softmax(-1), law_columns=law_columns(token_map, vocab))
+    if mode is VerifyMode.SYNTHETIC:
+        rates = data.draw(st.lists(st.sampled_from([0.0, 0.3, 0.8, 1.0]), min_size=4, max_size=4))
+        inputs = inputs._replace(rates=torch.tensor(rates))
+    inputs = inputs._replace(mode=mode)
     temperature = torch.tensor(
         data.draw(st.lists(st.sampled_from([0.0, 1.0]), min_size=len(lengths), max_size=len(lengths)))
     )
@@ -129,7 +217,9 @@ def test_equals_the_naive_loop(
         inputs.draft_token_ids.view(-1)[seed % inputs.draft_token_ids.numel()] = data.draw(
             st.sampled_from([-1, -9, vocab])
         )
-    assert emitted(dispatch.verify(inputs)) == list(by_naive_loop(inputs))
+    with mock.patch.object(reference, "VOCAB_BLOCK", block_size):
+        found = emitted(dispatch.verify(inputs))
+    assert found == list(by_naive_loop(inputs, block_size))
 
 
 @pytest.mark.parametrize("with_law", [False, True], ids=["point", "law"])
@@ -158,6 +248,45 @@ def test_tokens_do_not_depend_on_the_batch(with_law: bool) -> None:
         torch.set_num_threads(threads)
     assert together == alone
     assert {len(tokens) for tokens in together} > {1}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    order=st.permutations(range(4)),
+    padding=st.integers(0, 4),
+    spare=st.integers(0, 3),
+    with_law=st.booleans(),
+    mode=st.sampled_from(list(VerifyMode)),
+)
+def test_tokens_do_not_depend_on_order_or_padding(
+    order: list[int], padding: int, spare: int, with_law: bool, mode: VerifyMode
+) -> None:
+    """Padding requests own one garbage row and no drafts; spare rows and draft columns belong to nobody."""
+    lengths, vocab, size = [3, 0, 2, 3], 50, 4 + padding
+    inputs = make_inputs(2, lengths, vocab, with_law=with_law)._replace(mode=mode)
+    inputs = inputs._replace(rates=torch.full((3 + spare,), 0.7) if mode is VerifyMode.SYNTHETIC else None)
+    starts = inputs.cu_rows.tolist()
+    rows = [inputs.target_logits[starts[b] : starts[b + 1]] for b in order]
+    drafts = torch.full((size, 3 + spare), -1)
+    drafts[:4, :3] = inputs.draft_token_ids[list(order)]
+    law = inputs.draft_log_probs
+    if law is not None:
+        law = torch.nn.functional.pad(law[list(order)], (0, 0, 0, spare, 0, padding), value=math.nan)
+
+    def grow(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor[list(order)], torch.ones(padding, dtype=tensor.dtype)])
+
+    mixed = inputs._replace(
+        target_logits=torch.cat([*rows, torch.full((padding + spare, vocab), math.nan)]),
+        draft_token_ids=drafts,
+        cu_rows=torch.tensor([0, *(len(r) for r in rows), *[1] * padding]).cumsum(0).int(),
+        positions=grow(inputs.positions),
+        temperature=grow(inputs.temperature),
+        seeds=grow(inputs.seeds),
+        draft_log_probs=law,
+    )
+    expected, found = emitted(dispatch.verify(inputs)), emitted(dispatch.verify(mixed))
+    assert found == [*(expected[b] for b in order), *[[]] * padding]
 
 
 def test_a_seed_decides_and_another_seed_differs() -> None:
@@ -223,59 +352,39 @@ def test_shapes_are_checked() -> None:
     for broken in (
         inputs._replace(cu_rows=inputs.cu_rows[:-1]),
         inputs._replace(seeds=inputs.seeds[:1]),
-        inputs._replace(token_map=torch.arange(3)),
-        inputs._replace(draft_log_probs=None, token_map=torch.arange(6)),
+        inputs._replace(law_columns=torch.arange(3, dtype=torch.int32)),
+        inputs._replace(draft_log_probs=None, law_columns=torch.arange(6, dtype=torch.int32)),
     ):
         with pytest.raises(ValueError, match="must be|pass both"):
             dispatch.verify(broken)
 
 
-def splitmix64(state: int) -> int:
-    """The published generator in plain integers: finaliser of state + golden."""
-    mask = (1 << 64) - 1
-    z = (state + 0x9E3779B97F4A7C15) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return z ^ (z >> 31)
+def test_rates_belong_to_the_synthetic_mode() -> None:
+    inputs = make_inputs(8, [2, 1], 6)
+    for broken, message in (
+        (inputs._replace(rates=torch.ones(2)), "the mode is standard"),
+        (inputs._replace(mode=VerifyMode.SYNTHETIC), "none were given"),
+        (inputs._replace(mode=VerifyMode.SYNTHETIC, rates=torch.ones(1)), r"at least 2, one per draft, found \[1\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dispatch.verify(broken)
+    assert [mode.lossless for mode in VerifyMode] == [True, True, False]
 
 
-def test_noise_is_splitmix64() -> None:
-    assert splitmix64(0) == 0xE220A8397B1DCDAF  # its first published output for seed 0
-    for seed, position, stream in ((0, 0, Stream.DRAFT), (-5, 2**40, Stream.ACCEPT), (2**62, 7, Stream.RECOVER)):
-        key = splitmix64(splitmix64(splitmix64(seed & (2**64 - 1)) ^ position) ^ stream)
-        keys = noise_keys(torch.tensor([seed]), torch.tensor([position]), stream)
-        assert int(keys[0]) & (2**64 - 1) == key
-        word = splitmix64((key + 3 * 0x9E3779B97F4A7C15) & (2**64 - 1))
-        found = uniforms(keys, torch.tensor([3]), torch.float64)
-        assert float(found[0]) == pytest.approx(((word >> 11) + 0.5) * 2.0**-53, rel=1e-15)
+def test_types_are_checked() -> None:
+    inputs = make_inputs(8, [2, 1], 6, with_law=True)
+    assert inputs.draft_log_probs is not None
+    with pytest.raises(ValueError, match="target_logits must be float32, bfloat16 or float16, found torch.float64"):
+        dispatch.verify(inputs._replace(target_logits=inputs.target_logits.double()))
+    with pytest.raises(ValueError, match="draft_log_probs must be float32, found torch.bfloat16"):
+        dispatch.verify(inputs._replace(draft_log_probs=inputs.draft_log_probs.bfloat16()))
 
 
-def test_noise_is_uniform_and_streams_are_uncorrelated() -> None:
-    n = 200_000
-    columns = []
-    for stream in Stream:
-        u = uniforms(noise_keys(torch.arange(n), torch.full((n,), 3), stream), torch.tensor(9))
-        assert float(u.min()) > 0 and float(u.max()) < 1
-        distance = (u.sort().values - torch.arange(1, n + 1) / n).abs().max()
-        assert float(distance) < 2.3 / math.sqrt(n)  # Kolmogorov-Smirnov at p of about 5e-5
-        columns.append(u)
-    others = (
-        noise_keys(torch.arange(n), torch.full((n,), 4), Stream.DRAFT),
-        noise_keys(torch.arange(n) + 1, torch.full((n,), 3), Stream.DRAFT),
-    )
-    columns += [uniforms(keys, torch.tensor(9)) for keys in others]
-    off_diagonal = torch.corrcoef(torch.stack(columns)) - torch.eye(len(columns))
-    assert float(off_diagonal.abs().max()) < 4.5 / math.sqrt(n)
-
-
-def test_gumbel_tail_is_not_cut() -> None:
-    """Rare tokens of a large vocabulary win by noise near 16.6, where uniforms of 24 bits would end and often tie."""
-    noise = gumbels(noise_keys(torch.arange(200), torch.zeros(200, dtype=torch.int64), Stream.RECOVER), 100_000)
-    assert torch.isfinite(noise).all()
-    assert float(noise.mean()) == pytest.approx(0.577216, abs=1e-3)
-    largest = noise.max(dim=1).values - math.log(100_000)  # again standard Gumbel
-    assert float(largest.mean()) == pytest.approx(0.577216, abs=4 * 1.2825 / math.sqrt(200))
-    assert noise.flatten().topk(250).values.unique().numel() > 245
+def test_a_tiny_temperature_is_greedy_but_for_exact_ties() -> None:
+    """Logits divided by 1e-6 are as large as 1e7: no NaN, and only the argmax is left of the law."""
+    inputs = make_inputs(12, [2] * 50, 11)
+    sharp = emitted(dispatch.verify(inputs._replace(target_logits=inputs.target_logits / 1e-6)))
+    assert sharp == emitted(dispatch.verify(inputs._replace(temperature=torch.zeros(50))))
 
 
 def test_float64_gumbel_draws_the_same_law() -> None:

@@ -4,6 +4,7 @@ Noise is a function of (seed, position), so n draws are one batch of n requests 
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spectrain.kernels import reference
-from spectrain.kernels.records import RejectionInputs, RejectionOutputs, Stream
+from spectrain.kernels.records import RejectionInputs, RejectionOutputs, Stream, VerifyMode, law_columns
 
 P, Q = torch.tensor([0.6, 0.2, 0.1, 0.1]), torch.tensor([0.7, 0.2, 0.05, 0.05])
 MARKOV = torch.tensor([[0.80, 0.15, 0.05], [0.10, 0.70, 0.20], [0.25, 0.25, 0.50]])
@@ -19,6 +20,14 @@ MARKOV_DRAFT = torch.tensor([[0.50, 0.20, 0.30], [0.25, 0.50, 0.25], [0.10, 0.60
 NUM_DRAWS = 22_500
 
 Law = Callable[[Tensor], Tensor]  # previous token [n] -> probabilities [n, vocab]
+Block = tuple[int, ...]
+NextLaw = Callable[[Block], Sequence[float]]  # tokens so far -> probabilities
+
+
+@pytest.fixture(params=[2, 4096], ids=["several vocabulary blocks", "one"])
+def vocab_block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token is drawn in two levels; both must follow the law."""
+    monkeypatch.setattr(reference, "VOCAB_BLOCK", request.param)
 
 
 def p_value(counts: Tensor, law: Tensor) -> float:
@@ -30,15 +39,21 @@ def p_value(counts: Tensor, law: Tensor) -> float:
     return float(torch.special.gammaincc(torch.tensor((len(law) - 1) / 2).double(), statistic / 2))
 
 
-def draw_chain(target: Law, draft: Law, first: Tensor, k: int, mode: str, seed: int = 0) -> RejectionOutputs:
-    """One step of n requests whose drafts are drawn (`law`, `drawn_point`) or the draft's argmax (`point`, `wrong`)."""
+def draw_chain(
+    target: Law, draft: Law, first: Tensor, k: int, mode: str, seed: int = 0, temperature: float = 1.0
+) -> RejectionOutputs:
+    """One step of n requests.
+
+    Drafts are drawn from their law (`law`, `block`), drawn but verified as point masses (`drawn_point`), or the draft's
+    argmax, as a point mass (`point`) or under a law it was not drawn from (`wrong`).
+    """
     n = first.shape[0]
     seeds, positions, ones = torch.arange(n) + seed, torch.full((n,), 11), torch.ones(n)
     tokens, laws, drafts = first, [], []
     for step in range(k):
         q = draft(tokens)
         laws.append(q)
-        if mode in ("law", "drawn_point"):
+        if mode in ("law", "drawn_point", "block"):
             tokens = reference.sample(q.log(), ones, seeds, positions + step, Stream.DRAFT)
         else:
             tokens = q.argmax(dim=-1)
@@ -51,27 +66,28 @@ def draw_chain(target: Law, draft: Law, first: Tensor, k: int, mode: str, seed: 
             draft_token_ids=torch.stack(drafts, dim=1),
             cu_rows=torch.arange(n + 1, dtype=torch.int32) * (k + 1),
             positions=positions,
-            temperature=ones,
+            temperature=torch.full((n,), temperature),
             seeds=seeds,
-            draft_log_probs=torch.stack(laws, dim=1).log() if mode in ("law", "wrong") else None,
+            draft_log_probs=torch.stack(laws, dim=1).log() if mode in ("law", "wrong", "block") else None,
+            mode=VerifyMode.BLOCK if mode == "block" else VerifyMode.STANDARD,
         )
     )
 
 
 def emitted_law(
-    target: Callable[[tuple[int, ...]], Sequence[float]],
-    draft: Callable[[tuple[int, ...]], Sequence[float]],
+    target: NextLaw,
+    draft: NextLaw,
     num_drafts: int,
     point_mass: bool,
-) -> dict[tuple[int, ...], float]:
+) -> dict[Block, float]:
     """The probability of every block that one step can emit, by enumerating drafts and accept decisions."""
-    law: dict[tuple[int, ...], float] = {}
+    law: dict[Block, float] = {}
 
-    def add(block: tuple[int, ...], probability: float) -> None:
+    def add(block: Block, probability: float) -> None:
         if probability > 0:
             law[block] = law.get(block, 0.0) + probability
 
-    def walk(prefix: tuple[int, ...], probability: float) -> None:
+    def walk(prefix: Block, probability: float) -> None:
         p = target(prefix)
         if len(prefix) == num_drafts:
             for token, mass in enumerate(p):
@@ -93,6 +109,13 @@ def emitted_law(
     return law
 
 
+def count_blocks(out: RejectionOutputs, law: dict[Block, float]) -> tuple[Tensor, Tensor]:
+    """How often each block of the law was emitted, and its probability."""
+    rows = zip(out.token_ids.tolist(), out.num_emitted.tolist(), strict=True)
+    emitted = Counter(tuple(row[:count]) for row, count in rows)
+    return torch.tensor([emitted[block] for block in law]), torch.tensor(list(law.values()))
+
+
 def constant(law: Tensor) -> Law:
     return lambda tokens: law.expand(tokens.shape[0], -1)
 
@@ -106,7 +129,8 @@ def total_variation(counts: Tensor, law: Tensor) -> float:
     return float((counts / counts.sum() - law).abs().sum() / 2)
 
 
-@pytest.mark.parametrize("mode", ["law", "point", "drawn_point"])
+@pytest.mark.usefixtures("vocab_block")
+@pytest.mark.parametrize("mode", ["law", "point", "drawn_point", "block"])
 def test_first_token_follows_the_target(mode: str) -> None:
     counts = first_token_counts(mode)
     p = p_value(counts, P)
@@ -127,13 +151,18 @@ def test_rejected_point_mass_cannot_come_back() -> None:
     assert (out.token_ids[rejected, 0] != 0).all()
 
 
-def test_draft_accept_and_recover_noise_are_uncoupled() -> None:
+@pytest.mark.parametrize("mode", ["law", "block"])
+def test_draft_accept_and_recover_noise_are_uncoupled(mode: str) -> None:
     """With one stream for all three, a 10/60/30 % target comes out as about 10.16/63.04/26.80 %."""
-    target, draft = torch.tensor([0.1, 0.6, 0.3]), torch.tensor([0.5, 0.3, 0.2])
-    counts = first_token_counts("law", target, draft, n=131_072)
-    p = p_value(counts, target)
-    print(f"n=131072 p={p:.4f} {(counts / counts.sum()).tolist()}")
-    assert p > 1e-4
+    n, target, draft = 131_072, torch.tensor([0.1, 0.6, 0.3]), torch.tensor([0.5, 0.3, 0.2])
+    out = draw_chain(constant(target), constant(draft), torch.zeros(n, dtype=torch.int64), 3, mode)
+    for depth in range(3):
+        tokens = out.token_ids[out.num_emitted > depth, depth]
+        counts = torch.bincount(tokens, minlength=3)
+        p = p_value(counts, target)
+        print(f"depth={depth} n={len(tokens)} p={p:.4f} {(counts / counts.sum()).tolist()}")
+        # a block is kept or cut as a whole, so that only its first token has a law of its own
+        assert p > 1e-4 or (mode == "block" and depth > 0)
 
 
 def test_coupled_draft_and_recover_noise_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +172,8 @@ def test_coupled_draft_and_recover_noise_would_show(monkeypatch: pytest.MonkeyPa
     assert p_value(first_token_counts("law", target, draft, n=131_072), target) < 1e-12
 
 
-@pytest.mark.parametrize("mode", ["law", "point", "drawn_point"])
+@pytest.mark.usefixtures("vocab_block")
+@pytest.mark.parametrize("mode", ["law", "point", "drawn_point", "block"])
 def test_three_tokens_of_a_markov_chain_follow_it_jointly(mode: str) -> None:
     """Blocks of one step, continued by further steps until three tokens are out: 27 cells, 100,000 chains."""
     n, length = 100_000, 3
@@ -173,15 +203,14 @@ def test_blocks_have_the_enumerated_law(mode: str) -> None:
     n, start = 60_000, 1
     out = draw_chain(MARKOV.__getitem__, MARKOV_DRAFT.__getitem__, torch.full((n,), start), 2, mode)
 
-    def draft(prefix: tuple[int, ...]) -> list[float]:
+    def draft(prefix: Block) -> list[float]:
         q = MARKOV_DRAFT[prefix[-1] if prefix else start]
         return q.tolist() if mode != "point" else [float(token == q.argmax()) for token in range(3)]
 
     law = emitted_law(lambda prefix: MARKOV[prefix[-1] if prefix else start].tolist(), draft, 2, mode != "law")
     assert sum(law.values()) == pytest.approx(1)
-    blocks = [tuple(row[:count]) for row, count in zip(out.token_ids.tolist(), out.num_emitted.tolist(), strict=True)]
-    counts = torch.tensor([blocks.count(block) for block in law])
-    p = p_value(counts, torch.tensor(list(law.values())))
+    counts, shares = count_blocks(out, law)
+    p = p_value(counts, shares)
     print(f"n={n} blocks={len(law)} p={p:.4f}")
     assert counts.sum() == n and p > 1e-4
 
@@ -205,8 +234,9 @@ def test_leviathan_closed_form() -> None:
     assert lengths.mean() == pytest.approx(3.3616, abs=4 * float(lengths.std()) / math.sqrt(n))
 
 
-def test_draft_equal_to_target_is_always_accepted() -> None:
-    out = draw_chain(constant(P), constant(P), torch.zeros(2_000, dtype=torch.int64), 3, "law")
+@pytest.mark.parametrize("mode", ["law", "block"])
+def test_draft_equal_to_target_is_always_accepted(mode: str) -> None:
+    out = draw_chain(constant(P), constant(P), torch.zeros(2_000, dtype=torch.int64), 3, mode)
     assert (out.num_emitted == 4).double().mean() >= 0.999 and not out.failed.any()
 
 
@@ -231,7 +261,7 @@ def test_reduced_draft_vocabulary(spare_column: bool) -> None:
             temperature=ones,
             seeds=seeds,
             draft_log_probs=q.log().expand(n, 1, 3),
-            token_map=token_map,
+            law_columns=law_columns(token_map, 6),
         )
     )
     value = p_value(torch.bincount(out.token_ids[:, 0], minlength=6), p)

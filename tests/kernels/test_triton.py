@@ -8,21 +8,32 @@ from pathlib import Path
 import pytest
 import torch
 
-CASES = Path(__file__).with_name("triton_cases.py")
+CASES = ["triton_cases.py", "triton_attention_cases.py", "layer_cases.py"]
 
 
-def run_cases(environment: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(CASES)]
+def run_cases(cases: str, environment: dict[str, str]) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        str(Path(__file__).with_name(cases)),
+    ]
     result = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
 
 
+@pytest.mark.parametrize("cases", CASES)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels are tested instead")
-def test_kernels_equal_their_twins_in_the_interpreter() -> None:
+def test_kernels_equal_their_twins_in_the_interpreter(cases: str) -> None:
     pytest.importorskip("triton")
-    run_cases({"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
+    run_cases(cases, {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
 
 
+@pytest.mark.parametrize("cases", CASES)
 @pytest.mark.gpu
-def test_kernels_equal_their_twins_compiled() -> None:
-    run_cases({"TRITON_INTERPRET": "0"})
+def test_kernels_equal_their_twins_compiled(cases: str) -> None:
+    run_cases(cases, {"TRITON_INTERPRET": "0"})

@@ -1,4 +1,4 @@
-"""Triton kernels against their PyTorch twins. Run compiled on a GPU, or in Triton's interpreter by `test_triton.py`."""
+"""The rejection kernels against their PyTorch twins; compiled on a GPU, else interpreted by `test_triton.py`."""
 
 import math
 
@@ -6,31 +6,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.kernels import attention, reference, rejection
-from spectrain.kernels.records import RejectionInputs, Stream
+from spectrain.kernels import reference, rejection, sampling
+from spectrain.kernels.records import RejectionInputs, Stream, VerifyMode, law_columns
 
 # The interpreter computes with numpy, which warns where a GPU just gives NaN.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poison_outputs")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+STANDARD = VerifyMode.STANDARD
 VOCABULARIES = [1037, 32_000, 151_936] if DEVICE == "cuda" else [1037]
 
 
-@pytest.fixture(autouse=True)
-def poison_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that a kernel forgets to write must show: NaN for floats, -7 for integers, True for flags."""
-    empty = torch.empty
-
-    def poisoned(*shape: int, **options: torch.dtype) -> Tensor:
-        tensor = empty(*shape, **options)
-        if tensor.dtype == torch.bool:
-            return tensor.fill_(True)
-        return tensor.fill_(math.nan if tensor.is_floating_point() else -7)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-
-
 def random_inputs(
-    lengths: list[int], vocab: int, seed: int, law: str = "point", temperature: float | None = None
+    lengths: list[int],
+    vocab: int,
+    seed: int,
+    law: str = "point",
+    temperature: float | None = None,
+    mode: VerifyMode = STANDARD,
 ) -> RejectionInputs:
     """Requests of mixed temperature whose drafts are often good, with a placeholder in the last of them."""
     generator = torch.Generator().manual_seed(seed)
@@ -45,13 +37,14 @@ def random_inputs(
     drafts = torch.where(wrong & (drafts >= 0), torch.randint(0, vocab, drafts.shape, generator=generator), drafts)
     if k:
         drafts[-1, lengths[-1] - 1] = -1
-    log_probs, token_map = None, None
+    log_probs, columns = None, None
     if law != "point" and k:
-        width = vocab
+        rows = (cu_rows[:-1, None] + torch.arange(k)).clamp(max=len(logits) - 1)
+        near = logits.clamp(min=-20)[rows] + 0.5 * torch.randn(batch, k, vocab, generator=generator)
         if law == "reduced":
-            width = vocab // 2
-            token_map = torch.randperm(vocab, generator=generator)[:width].sort().values
-        log_probs = torch.randn(batch, k, width, generator=generator).log_softmax(dim=-1)
+            known = torch.randperm(vocab, generator=generator)[: -(-vocab // 2)].sort().values
+            near, columns = near[..., known], law_columns(known, vocab)
+        log_probs = near.log_softmax(dim=-1)
     temperatures = torch.tensor([(0.0, 1.0, 0.7)[b % 3] if temperature is None else temperature for b in range(batch)])
     tensors = (
         logits,
@@ -61,9 +54,10 @@ def random_inputs(
         temperatures,
         torch.randint(-(2**62), 2**62, (batch,), generator=generator),
         log_probs,
-        token_map,
+        columns,
     )
-    return RejectionInputs(*(None if t is None else t.to(DEVICE) for t in tensors))
+    rates = (0.5 + 0.5 * torch.rand(k, generator=generator)).to(DEVICE) if mode is VerifyMode.SYNTHETIC else None
+    return RejectionInputs(*(None if t is None else t.to(DEVICE) for t in tensors), mode=mode, rates=rates)
 
 
 def assert_equal_to_twin(inputs: RejectionInputs, fp64_gumbel: bool = False) -> None:
@@ -74,13 +68,122 @@ def assert_equal_to_twin(inputs: RejectionInputs, fp64_gumbel: bool = False) -> 
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), f"{name}: {ours} != {theirs}"
 
 
-@pytest.mark.parametrize("fp64_gumbel", [False, True])
+def set_block(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    for module in (reference, rejection, sampling):
+        monkeypatch.setattr(module, "VOCAB_BLOCK", size)
+
+
+@pytest.mark.parametrize("mode", list(VerifyMode))
 @pytest.mark.parametrize("law", ["point", "full", "reduced"])
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_verify_equals_twin(vocab: int, law: str, fp64_gumbel: bool) -> None:
-    inputs = random_inputs([3, 1, 4, 0, 2, 4], vocab, seed=1, law=law)
-    assert_equal_to_twin(inputs, fp64_gumbel)
+def test_verify_equals_twin(vocab: int, law: str, mode: VerifyMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_block(monkeypatch, 4096 if DEVICE == "cuda" else 512)
+    inputs = random_inputs([3, 1, 4, 0, 2, 4, 4], vocab, seed=1, law=law, mode=mode)
+    assert_equal_to_twin(inputs)
     assert len(set(rejection.verify(inputs).num_emitted.tolist())) > 1
+
+
+@pytest.mark.parametrize("law", ["point", "full"])
+def test_float64_noise_equals_twin(law: str) -> None:
+    assert_equal_to_twin(random_inputs([3, 1, 0, 2], 1037, seed=2, law=law, temperature=1.0), fp64_gumbel=True)
+
+
+@pytest.mark.parametrize("mode", list(VerifyMode))
+@pytest.mark.parametrize("k", range(1, 9))
+def test_one_to_eight_drafts(k: int, mode: VerifyMode) -> None:
+    inputs = random_inputs([k, k, k - 1, k], 50, seed=k, law="full", temperature=1.0, mode=mode)
+    assert_equal_to_twin(inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_logits_count_as_what_they_are_in_float32(dtype: torch.dtype) -> None:
+    inputs = random_inputs([3, 1, 0, 2], 1037, seed=2, law="full")
+    inputs = inputs._replace(target_logits=inputs.target_logits.to(dtype))
+    assert_equal_to_twin(inputs)
+    wide = rejection.verify(inputs._replace(target_logits=inputs.target_logits.float()))
+    assert torch.equal(rejection.verify(inputs).token_ids, wide.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("law", "mode"),
+    [("point", STANDARD), ("full", STANDARD), ("full", VerifyMode.BLOCK), ("point", VerifyMode.SYNTHETIC)],
+)
+def test_tokens_do_not_depend_on_the_batch(law: str, mode: VerifyMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit under permutation, padding requests of one garbage row, rows that belong to nobody and a wider k."""
+    set_block(monkeypatch, 4096 if DEVICE == "cuda" else 512)
+    lengths = [3, 0, 2, 3]
+    inputs = random_inputs(lengths, VOCABULARIES[-1], seed=4, law=law, temperature=1.0, mode=mode)
+    expected = rejection.verify(inputs).token_ids
+    generator = torch.Generator().manual_seed(0)
+    for padding in (0, 3):
+        order = torch.randperm(len(lengths), generator=generator).tolist()
+        mixed = recompose(inputs, order, padding, wider=padding)
+        found = rejection.verify(mixed).token_ids
+        assert torch.equal(found[: len(order), :4], expected[order])
+        assert (found[: len(order), 4:] == -1).all() and (found[len(order) :] == -1).all()
+
+
+def recompose(inputs: RejectionInputs, order: list[int], padding: int, wider: int) -> RejectionInputs:
+    """The requests in another order, followed by padding requests of one NaN row and by rows of nobody."""
+    spans = [inputs.target_logits[inputs.cu_rows[b] : inputs.cu_rows[b + 1]] for b in order]
+    garbage = torch.full((padding + wider, inputs.target_logits.shape[1]), math.nan, device=DEVICE)
+    ends = torch.tensor([0, *(len(span) for span in spans), *[1] * padding], device=DEVICE).cumsum(0)
+
+    def pad(tensor: Tensor, value: float) -> Tensor:
+        shape = (len(order) + padding, *(n + wider for n in tensor.shape[1:2]), *tensor.shape[2:])
+        padded = torch.full(shape, value, dtype=tensor.dtype, device=DEVICE)
+        padded[(slice(len(order)), *(slice(n) for n in tensor.shape[1:2]))] = tensor[order]
+        return padded
+
+    law, rates = inputs.draft_log_probs, inputs.rates
+    return inputs._replace(
+        target_logits=torch.cat([*spans, garbage]),
+        draft_token_ids=pad(inputs.draft_token_ids, -1),
+        cu_rows=ends.int(),
+        positions=pad(inputs.positions, 0),
+        temperature=pad(inputs.temperature, 1),
+        seeds=pad(inputs.seeds, 0),
+        draft_log_probs=None if law is None else pad(law, math.nan),
+        rates=None if rates is None else torch.nn.functional.pad(rates, (0, wider), value=1.0),
+    )
+
+
+def test_a_request_without_rows_fails_alone() -> None:
+    inputs = random_inputs([1, 1], 40, seed=8, temperature=1.0)
+    expected = rejection.verify(inputs).token_ids
+    cu_rows = inputs.cu_rows[[0, 1, 1]]
+    short = inputs._replace(cu_rows=cu_rows)
+    assert_equal_to_twin(short)
+    out = rejection.verify(short)
+    assert out.failed.tolist() == [False, True] and torch.equal(out.token_ids[0], expected[0])
+
+
+@pytest.mark.parametrize("mode", list(VerifyMode))
+def test_bad_draft_law_is_rejected_and_leaves_the_target(mode: VerifyMode) -> None:
+    inputs = random_inputs([2, 2, 2], 30, seed=9, law="full", temperature=1.0, mode=mode)
+    assert inputs.draft_log_probs is not None
+    inputs.draft_log_probs[1] = math.nan
+    assert_equal_to_twin(inputs)
+    out = rejection.verify(inputs._replace(mode=VerifyMode.STANDARD, rates=None))
+    assert not out.failed.any() and int(out.num_emitted[1]) == 1 and int(out.token_ids[1, 0]) > 0
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a matter of the GPU")
+@pytest.mark.parametrize("mode", list(VerifyMode))
+@pytest.mark.parametrize("law", ["point", "full"])
+def test_a_captured_graph_verifies_what_its_buffers_hold(law: str, mode: VerifyMode) -> None:
+    inputs, others = (random_inputs([3, 1, 2], 5003, seed=seed, law=law, mode=mode) for seed in (1, 2))
+    expected = rejection.verify(others)
+    rejection.verify(inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = rejection.verify(inputs)
+    for held, value in zip(inputs, others, strict=True):
+        if isinstance(held, Tensor):
+            held.copy_(value)
+    graph.replay()
+    for found, wanted in zip(out, expected, strict=True):
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("vocab", [1, 63, 1024, 8193])
@@ -116,7 +219,9 @@ def test_bad_row_fails_only_its_request(poison: float) -> None:
             inputs.target_logits[row] = poison
         else:
             inputs.target_logits[row, 77] = poison
-    assert_equal_to_twin(inputs)
+    for mode, law in ((VerifyMode.STANDARD, None), (VerifyMode.BLOCK, inputs.target_logits.nan_to_num()[::3])):
+        law = None if law is None else law.log_softmax(-1)[:, None].expand(-1, 2, -1)
+        assert_equal_to_twin(inputs._replace(mode=mode, draft_log_probs=law))
     assert rejection.verify(inputs).failed.any()
 
 
@@ -129,92 +234,9 @@ def test_degenerate_residual_falls_back_to_target() -> None:
 
 
 @pytest.mark.parametrize("stream", list(Stream))
-def test_sample_equals_twin(stream: Stream) -> None:
+def test_sample_equals_twin(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = random_inputs([0] * 7, 2051, seed=11)
     arguments = (inputs.target_logits, inputs.temperature, inputs.seeds, inputs.positions, stream)
-    assert torch.equal(rejection.sample(*arguments), reference.sample(*arguments))
-
-
-class Pages:
-    """Random planes, shuffled block tables and packed queries."""
-
-    def __init__(
-        self,
-        query_lens: list[int],
-        seq_lens: list[int],
-        heads: tuple[int, int],
-        widths: tuple[int, int],
-        dtype: torch.dtype,
-    ) -> None:
-        generator = torch.Generator().manual_seed(sum(seq_lens))
-        block_size = 5
-        blocks = [-(-n // block_size) for n in seq_lens]
-        order = torch.randperm(sum(blocks), generator=generator) + 1
-        tables = torch.zeros(len(seq_lens), max(blocks), dtype=torch.int32)
-        for b, (taken, end) in enumerate(zip(blocks, torch.tensor(blocks).cumsum(0).tolist(), strict=True)):
-            tables[b, :taken] = order[end - taken : end]
-        shape = (sum(blocks) + 1, block_size, heads[1])
-
-        def normal(*size: int) -> Tensor:
-            return torch.randn(*size, generator=generator).to(DEVICE, dtype)
-
-        self.q = normal(sum(query_lens), heads[0], widths[0])
-        self.k, self.v = normal(*shape, widths[0]), normal(*shape, widths[1])
-        self.sinks = normal(heads[0])
-        cu = torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32)
-        self.where = (cu.to(DEVICE), torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), tables.to(DEVICE))
-        self.sizes = {"max_query_len": max(query_lens), "max_seq_len": max(seq_lens), "scale": widths[0] ** -0.5}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="causal"),
-        pytest.param({"window": 7}, id="window"),
-        pytest.param({"chunk": 6, "softcap": 2.0}, id="chunk-softcap"),
-        pytest.param({"sinks": True, "window": 9}, id="sinks"),
-    ],
-)
-@pytest.mark.parametrize(
-    ("heads", "widths"), [((4, 2), (16, 16)), ((3, 1), (24, 12)), ((2, 2), (40, 64))], ids=["gqa", "mqa", "mha"]
-)
-def test_paged_attention_equals_twin(options: dict, heads: tuple[int, int], widths: tuple[int, int]) -> None:
-    pages = Pages([1, 9, 3, 1], [33, 9, 12, 1], heads, widths, torch.float32)
-    options = options | ({"sinks": pages.sinks} if options.get("sinks") else {})
-    found = attention.paged_attention(pages.q, pages.k, pages.v, *pages.where, **pages.sizes, **options)
-    expected = reference.paged_attention(pages.q, pages.k, pages.v, *pages.where, **pages.sizes, **options)
-    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's bfloat16 products are wrong")
-@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128), (256, 256), (576, 512)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_paged_attention_over_serving_widths(widths: tuple[int, int], dtype: torch.dtype) -> None:
-    pages = Pages([1, 300, 5, 1], [700, 300, 129, 1], (8, 2), widths, dtype)
-    found = attention.paged_attention(pages.q, pages.k, pages.v, *pages.where, **pages.sizes)
-    wide = (pages.q.double(), pages.k.double(), pages.v.double())
-    expected = reference.paged_attention(*wide, *pages.where, **pages.sizes)
-    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
-
-
-def test_keys_beyond_a_request_are_not_read() -> None:
-    pages = Pages([1, 2], [6, 11], (2, 1), (16, 16), torch.float32)
-    expected = attention.paged_attention(pages.q, pages.k, pages.v, *pages.where, **pages.sizes)
-    for plane in (pages.k, pages.v):
-        plane[0] = math.nan
-        for b, seq_len in enumerate((6, 11)):
-            plane[pages.where[2][b, seq_len // 5].long(), seq_len % 5 :] = math.nan
-    found = attention.paged_attention(pages.q, pages.k, pages.v, *pages.where, **pages.sizes)
-    torch.testing.assert_close(found, expected, atol=0, rtol=0)
-
-
-def test_store_kv_equals_twin() -> None:
-    generator = torch.Generator().manual_seed(0)
-    k, v = torch.randn(7, 3, 20, generator=generator), torch.randn(7, 3, 11, generator=generator)
-    slots = torch.tensor([3, 0, 19, 8, 7, 12, 5])
-    planes = [(torch.zeros(4, 5, 3, 20).to(DEVICE), torch.zeros(4, 5, 3, 11).to(DEVICE)) for _ in range(2)]
-    attention.store_kv(k.to(DEVICE), v.to(DEVICE), *planes[0], slots.to(DEVICE))
-    reference.store_kv(k.to(DEVICE), v.to(DEVICE), *planes[1], slots.to(DEVICE))
-    for ours, theirs in zip(*planes, strict=True):
-        assert torch.equal(ours, theirs)
+    assert torch.equal(sampling.sample(*arguments), reference.sample(*arguments))
+    set_block(monkeypatch, 64)
+    assert torch.equal(sampling.sample(*arguments), reference.sample(*arguments))
