@@ -10,10 +10,12 @@ a reader would verify one by one, always the likeliest next, knowing only what i
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from ..kernels import dispatch
+from ..kernels.records import SurvivalModel
 
 UNKNOWN_CONFIDENCE = 0.7
 """Stands for the draft law's top probability where a proposer does not tell it: position alone then decides."""
@@ -21,68 +23,32 @@ UNKNOWN_CONFIDENCE = 0.7
 UNKNOWN_LOG_ODDS = math.log(UNKNOWN_CONFIDENCE / (1 - UNKNOWN_CONFIDENCE))
 
 MEMORY = 1000.0  # drafts a position remembers
-PRIOR_STRENGTH = (1.0, 4.0)  # of bias and slope, as information; one draft adds at most a quarter
 
 
 class SurvivalEstimator:
-    """A logistic model a position: log-odds of acceptance, all earlier drafts accepted = bias + slope * log-odds of the
-    draft law's top probability.
-
-    Fitted online by an information filter: each draft adds its linearised likelihood, older ones fade. A position with
-    little of its own believes the position before it; the first starts by believing the confidence as it is.
-    """
+    """Learns, per position and online, how the draft law's top probability tells acceptance (`SurvivalModel`)."""
 
     def __init__(self, num_draft_tokens: int, device: torch.device, memory: float = MEMORY) -> None:
         self.memory = memory
-        self.coefficients = torch.tensor([[0.0, 1.0]], device=device).repeat(num_draft_tokens, 1)  # [k, 2]
-        self.information = torch.zeros(num_draft_tokens, 2, 2, device=device)
-        self.evidence = torch.zeros(num_draft_tokens, 2, device=device)
-        self._first = self.coefficients[:1].clone()
-        self._strength = torch.tensor(PRIOR_STRENGTH, device=device)
-
-    def acceptance(self, log_odds: Tensor) -> Tensor:
-        """Probability [batch, k] float32 of each draft's acceptance once all before it were accepted."""
-        return torch.sigmoid(self.coefficients[:, 0] + self.coefficients[:, 1] * log_odds)
+        self.model = SurvivalModel(
+            coefficients=torch.tensor([[0.0, 1.0]], device=device).repeat(num_draft_tokens, 1),
+            information=torch.zeros(num_draft_tokens, 3, device=device),
+            evidence=torch.zeros(num_draft_tokens, 2, device=device),
+        )
 
     def survival(self, log_odds: Tensor, num_drafts: Tensor) -> Tensor:
         """Probability [batch, k] float32 that each draft and all before it are accepted; -1 beyond num_drafts [batch].
 
         log_odds [batch, k] float32 as from `log_odds_of`. It never rises with the position.
         """
-        # a parallel product may round a later entry above an earlier one
-        survival = self.acceptance(log_odds).cumprod(dim=1).cummin(dim=1).values
-        position = torch.arange(log_odds.shape[1], device=log_odds.device)
-        return torch.where(position < num_drafts[:, None], survival, -1.0)
+        return dispatch.draft_survival(self.model, log_odds, num_drafts)
 
     def observe(self, log_odds: Tensor, num_verified: Tensor, num_emitted: Tensor) -> None:
         """Learns from one verification: request b verified num_verified[b] drafts and emitted num_emitted[b] tokens.
 
         A request that emitted nothing failed and teaches nothing; one without drafts, padding included, neither.
         """
-        position = torch.arange(log_odds.shape[1], device=log_odds.device)
-        accepted = num_emitted[:, None].long() - 1
-        reached = ((position < num_verified[:, None]) & (position <= accepted)).float()
-        probs = self.acceptance(log_odds)
-        features = torch.stack([torch.ones_like(log_odds), log_odds], dim=2)  # [batch, k, 2]
-        weight = reached * probs * (1 - probs)
-        response = reached * ((position < accepted).float() - probs) + weight * (features * self.coefficients).sum(2)
-        keep = (reached.sum(0) / -self.memory).exp()
-        weighted = weight[:, :, None] * features
-        self.information.mul_(keep[:, None, None]).add_((weighted[..., None] * features[:, :, None]).sum(0))
-        self.evidence.mul_(keep[:, None]).add_((response[:, :, None] * features).sum(0))
-        self._solve()
-
-    def _solve(self) -> None:
-        centre = torch.cat([self._first, self.coefficients[:-1]])
-        right = self.evidence + self._strength * centre
-        a = self.information[:, 0, 0] + self._strength[0]
-        b = self.information[:, 0, 1]
-        d = self.information[:, 1, 1] + self._strength[1]
-        bias, slope = d * right[:, 0] - b * right[:, 1], a * right[:, 1] - b * right[:, 0]
-        solved = torch.stack([bias, slope], dim=1) / (a * d - b * b)[:, None]
-        # a falling slope would prefer the drafts the head doubts; it can only be noise
-        self.coefficients[:, 0] = solved[:, 0].clamp(-8, 8)
-        self.coefficients[:, 1] = solved[:, 1].clamp(0, 4)
+        dispatch.learn_survival(self.model, log_odds, num_verified, num_emitted, self.memory)
 
 
 def log_odds_of(confidence: Tensor) -> Tensor:
@@ -105,13 +71,13 @@ def select(survival: Tensor, num_slots: int) -> Tensor:
     )
 
 
-def expected_accepted(survival: Tensor, num_requests: Tensor, widths: Sequence[int]) -> Tensor:
+def expected_accepted(survival: Tensor, num_requests: Tensor, widths: Tensor) -> Tensor:
     """Accepted drafts a request [len(widths)] float32 to expect when `width - 1` slots a request are verified.
 
-    survival [batch, k], negative where there is no draft; num_requests [] int64, padding not counted.
+    survival [batch, k], negative where there is no draft; num_requests [] int64, padding not counted; widths [n] int64.
     """
     ranked = survival.clamp(min=0).flatten().sort(descending=True).values
     total = torch.nn.functional.pad(ranked.cumsum(0), (1, 0))
     requests = num_requests.clamp(min=1)
-    slots = torch.stack([requests * (width - 1) for width in widths])
+    slots = requests * (widths - 1)
     return total[slots.clamp(max=ranked.shape[0])] / requests

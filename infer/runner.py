@@ -115,6 +115,7 @@ class Runner:
         adaptive = adaptive and self.num_draft_tokens > 0
         self.widths = draft_widths(self.num_draft_tokens) if adaptive else (1, self.num_draft_tokens + 1)
         self.estimator = SurvivalEstimator(self.num_draft_tokens, table.device) if adaptive else None
+        self._widths = torch.tensor(self.widths, device=table.device)
         self.policy: DraftPolicy | None = None
         self.spare_slots = max(0, proposer.requirements.lookahead - self.num_draft_tokens)
         self._law_columns: Tensor | None = None  # of the proposer's laws; made once, from the first
@@ -433,7 +434,7 @@ class Runner:
             return None
         table.set_log_odds(drafting, None if drafts.confidence is None else log_odds_of(drafts.confidence))
         survival = self.estimator.survival(table.draft_log_odds[drafting], table.num_drafts[drafting])
-        return expected_accepted(survival, (drafting != table.nobody).sum(), self.widths)
+        return expected_accepted(survival, (drafting != table.nobody).sum(), self._widths)
 
     def _results(self, verified: RejectionOutputs, rows: Tensor, num_drafted: Tensor) -> Tensor:
         columns = (verified.num_emitted, verified.failed, num_drafted, self.table.num_drafts[rows])
