@@ -37,7 +37,7 @@ class Promise:
     """What one step's drafts promised; usable once all of them were verified, dropped or are being verified."""
 
     waiting: set[int]  # requests whose drafts still wait
-    accepted: list[float] | None = None  # expected accepted drafts a request, by width; None until the step landed
+    accepted: list[float] | None = None  # accepted drafts a request, by width; None until landed, NaN: nothing to say
 
 
 @dataclass
@@ -121,6 +121,8 @@ class DraftPolicy:
         ready = [promise for promise in self._promises if promise.accepted is not None and not promise.waiting]
         for promise in ready:
             assert promise.accepted is not None
+            if math.isnan(promise.accepted[0]):
+                continue
             self._accepted = [
                 old + share * (new - old) for old, new in zip(self._accepted, promise.accepted, strict=True)
             ]

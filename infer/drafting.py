@@ -71,13 +71,13 @@ def select(survival: Tensor, num_slots: int) -> Tensor:
     )
 
 
-def expected_accepted(survival: Tensor, num_requests: Tensor, widths: Tensor) -> Tensor:
-    """Accepted drafts a request [len(widths)] float32 to expect when `width - 1` slots a request are verified.
+def expected_accepted(survival: Tensor, counted: Tensor, widths: Tensor) -> Tensor:
+    """Accepted drafts a request [n] float32 to expect when `width - 1` slots a request are verified.
 
-    survival [batch, k], negative where there is no draft; num_requests [] int64, padding not counted; widths [n] int64.
+    survival [batch, k], negative where there is no draft; counted [batch] bool: requests that count, which padding and
+    those that end soon should not; widths [n] int64. Where none count, all are NaN.
     """
-    ranked = survival.clamp(min=0).flatten().sort(descending=True).values
+    ranked = torch.where(counted[:, None], survival.clamp(min=0), 0.0).flatten().sort(descending=True).values
     total = torch.nn.functional.pad(ranked.cumsum(0), (1, 0))
-    requests = num_requests.clamp(min=1)
-    slots = requests * (widths - 1)
-    return total[slots.clamp(max=ranked.shape[0])] / requests
+    requests = counted.sum()
+    return total[(requests * (widths - 1)).clamp(max=ranked.shape[0])] / requests

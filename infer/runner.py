@@ -434,7 +434,8 @@ class Runner:
             return None
         table.set_log_odds(drafting, None if drafts.confidence is None else log_odds_of(drafts.confidence))
         survival = self.estimator.survival(table.draft_log_odds[drafting], table.num_drafts[drafting])
-        return expected_accepted(survival, (drafting != table.nobody).sum(), self._widths)
+        # requests about to end draft less for no fault of the drafts; nobody has no room either
+        return expected_accepted(survival, room >= self.num_draft_tokens, self._widths)
 
     def _results(self, verified: RejectionOutputs, rows: Tensor, num_drafted: Tensor) -> Tensor:
         columns = (verified.num_emitted, verified.failed, num_drafted, self.table.num_drafts[rows])

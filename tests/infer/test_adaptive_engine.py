@@ -125,6 +125,14 @@ def test_slots_go_to_the_requests_that_survive(target, prompts, plain):
     assert min(lengths[1::2]) > 2 and max(lengths[::2]) < 1.4
 
 
+def test_requests_about_to_end_do_not_speak_against_drafting(target, prompts, plain):
+    """Their drafts are cut by the output limit; what the policy expects afterwards is what whole drafts promised."""
+    engine = Engine(target, proposer_of("oracle", target, prompts, plain), CONFIG, FLAT)
+    engine.generate(prompts[:8], GREEDY)
+    policy = engine.runner.policy
+    assert policy is not None and policy._accepted[-1] > 1.5
+
+
 class Peeking(LawProposer):
     """Speaks well of some tokens once it has drawn them: what the contract forbids."""
 
@@ -218,7 +226,7 @@ def test_the_size_of_a_step_does_not_follow_the_drafts_it_verifies(toy, peeks, c
     monkeypatch.setattr(law, "DEPTH", 4)
     config = dataclasses.replace(law.CONFIG, draft_policy="adaptive", max_batch_size=1)
     draft_law = torch.tensor([0.11, 0.36, 0.18, 0.15, 0.2]).expand(law.VOCAB, -1)
-    engine, total = Engine(toy, Wavering(draft_law, 3), config, WAVERING), 300
+    engine, total = Engine(toy, Wavering(draft_law, 3), config, WAVERING), 450
     each = [SamplingParams(max_tokens=law.DEPTH + 3, temperature=1.0, seed=i) for i in range(total)]
     outputs = engine.generate([law.PROMPT] * total, each)
     seen = torch.tensor([output.token_ids[2:4].count(1) for output in outputs]).double()

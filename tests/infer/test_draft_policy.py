@@ -153,6 +153,14 @@ def test_a_request_that_leaves_does_not_hold_a_promise_up(finished):
     assert policy._accepted == pytest.approx(STRONG if finished else before)
 
 
+def test_a_promise_that_says_nothing_changes_nothing():
+    policy = policy_of(costs(lambda rows: 4.0), memory=0.01)
+    before = list(policy._accepted)
+    policy.promise([]).accepted = [float("nan")] * len(WIDTHS)
+    policy.choose([0], 1, False)
+    assert policy._accepted == before and not policy._promises
+
+
 def test_steps_that_take_longer_than_measured_are_believed():
     """Long contexts make every step dearer, and drafting worth more."""
     table = costs(lambda rows: 1 + 0.4 * rows, draft=1.0)

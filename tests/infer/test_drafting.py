@@ -163,11 +163,13 @@ def test_survival_never_rises_with_the_position():
     assert (survival.diff(dim=1) <= 0).all()
 
 
-def test_expected_accepted_counts_requests_and_not_padding():
+def test_expected_accepted_counts_only_requests_that_count():
     survival = torch.tensor([[0.9, 0.6], [0.5, 0.1], [-1.0, -1.0], [-1.0, -1.0]])
-    expected = expected_accepted(survival, torch.tensor(2), torch.tensor([1, 2, 3]))
+    expected = expected_accepted(survival, torch.tensor([True, True, False, False]), torch.tensor([1, 2, 3]))
     torch.testing.assert_close(expected, torch.tensor([0.0, 1.5 / 2, 2.1 / 2]))
-    torch.testing.assert_close(expected_accepted(survival[2:], torch.tensor(0), torch.tensor([1, 2])), torch.zeros(2))
+    expected = expected_accepted(survival, torch.tensor([True, False, False, False]), torch.tensor([1, 2, 3]))
+    torch.testing.assert_close(expected, torch.tensor([0.0, 0.9, 1.5]))
+    assert expected_accepted(survival, torch.zeros(4, dtype=torch.bool), torch.tensor([1, 2])).isnan().all()
 
 
 def test_nothing_is_read_on_the_host():
@@ -177,4 +179,4 @@ def test_nothing_is_read_on_the_host():
         estimator.observe(odds, lengths, torch.ones(5, dtype=torch.int32))
         survival = estimator.survival(odds, lengths)
         assert select(survival, 7).shape == (5,)
-        assert expected_accepted(survival, lengths.sum(), torch.tensor([1, 2, 4])).shape == (3,)
+        assert expected_accepted(survival, lengths > 1, torch.tensor([1, 2, 4])).shape == (3,)
