@@ -57,7 +57,7 @@ class DraftPolicy:
     _promises: list[Promise] = field(init=False, default_factory=list)
     _surplus: dict[str, float] = field(init=False, default_factory=dict)  # ms a request beyond `costs`, by part
     _credit: float = field(init=False, default=0.0)
-    _measured: dict[tuple[int, int, bool], float] = field(init=False, default_factory=dict)
+    _measured: dict[tuple[str, int, int], float] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         survival = [UNKNOWN_CONFIDENCE**position for position in range(1, self.widths[-1])]
@@ -72,15 +72,16 @@ class DraftPolicy:
         plain, step = self._step_ms(requests, padded, 1, False), {}
         for width in self.widths[1:]:
             step[width] = self._step_ms(requests, padded, width, True)
-        rates = {width: self._tokens(len(requests), padded, width) / step[width] for width in step}
+        tokens = self._tokens(len(requests), padded)
+        rates = {width: tokens[width] / step[width] for width in step}
         best = max(rates, key=rates.__getitem__)
         if rates[best] > len(requests) / plain:
             width = self._wider(best, step) if drafts_wait else 1
             return Choice(width, True)
-        width = self._best_use(requests, padded, len(requests) / plain) if drafts_wait else 1
+        width = self._best_use(requests, padded, tokens, len(requests) / plain) if drafts_wait else 1
         self._credit += self.probe_share * plain
         # what a drafting step takes beyond what its tokens are worth
-        probes = not drafts_wait and self._credit >= step[best] - plain * rates[best] * step[best] / len(requests)
+        probes = not drafts_wait and self._credit >= step[best] - plain * tokens[best] / len(requests)
         if probes:
             self._credit = 0.0
         return Choice(width, probes)
@@ -107,10 +108,11 @@ class DraftPolicy:
         """Learns what a step really took, which grows with the contexts of its requests."""
         if not self.corrects_costs:
             return
-        for part, seen, measured in (
-            ("verify", verify_ms, self.costs.verify(padded, choice.width)),
-            ("draft" if choice.drafts else "rest", propose_ms, self.costs.propose(padded, choice.drafts)),
+        for part, seen in (
+            ("verify", verify_ms),
+            ("draft" if choice.drafts else "rest", propose_ms),
         ):
+            measured = self._part_ms(part, padded, choice.width)
             # one slow step says little
             surplus = min(max(seen - measured, -measured / 2), 2 * max(measured, verify_ms / 2)) / num_requests
             before = self._surplus.get(part, 0.0)
@@ -128,17 +130,27 @@ class DraftPolicy:
             ]
         self._promises = [promise for promise in self._promises if promise.accepted is None or promise.waiting]
 
-    def _tokens(self, requests: int, padded: int, width: int) -> float:
-        """Tokens a step of padded * width rows is expected to emit; slots padding does not use go to the others."""
-        slots = padded * (width - 1) / requests
-        return requests * (1 + float(np.interp(slots + 1, self.widths, self._accepted)))
+    def _tokens(self, requests: int, padded: int) -> dict[int, float]:
+        """Tokens a step is expected to emit, by width; slots that padding does not use go to the others."""
+        accepted = self._accepted
+        if padded > requests:
+            slots = [padded * (width - 1) / requests + 1 for width in self.widths]
+            accepted = np.interp(slots, self.widths, accepted).tolist()
+        return {width: requests * (1 + gain) for width, gain in zip(self.widths, accepted, strict=True)}
+
+    def _part_ms(self, part: str, padded: int, width: int) -> float:
+        """What was measured for a part of a step: verify, draft or rest."""
+        key = (part, padded, width)
+        if key not in self._measured:
+            costs = self.costs
+            found = costs.verify(padded, width) if part == "verify" else costs.propose(padded, part == "draft")
+            self._measured[key] = found
+        return self._measured[key]
 
     def _step_ms(self, requests: set[int], padded: int, width: int, drafts: bool) -> float:
-        key = (padded, width, drafts)
-        if key not in self._measured:
-            self._measured[key] = self.costs.verify(padded, width) + self.costs.propose(padded, drafts)
-        surplus = self._surplus.get("verify", 0.0) + self._surplus.get("draft" if drafts else "rest", 0.0)
-        return max(self._measured[key] + surplus * len(requests), 1e-6)
+        parts = ("verify", "draft" if drafts else "rest")
+        surplus = sum(self._surplus.get(part, 0.0) for part in parts)
+        return max(sum(self._part_ms(part, padded, width) for part in parts) + surplus * len(requests), 1e-6)
 
     def _wider(self, width: int, step: dict[int, float]) -> int:
         """The width, or the next one where it is time to see whether more would pay."""
@@ -149,13 +161,13 @@ class DraftPolicy:
         self._credit = 0.0
         return wider
 
-    def _best_use(self, requests: set[int], padded: int, rate: float) -> int:
+    def _best_use(self, requests: set[int], padded: int, tokens: dict[int, float], rate: float) -> int:
         """The best width for drafts that are paid for, where time is worth `rate` tokens a millisecond.
 
         Never 1, so that drafts made as a probe tell something.
         """
 
         def worth(width: int) -> float:
-            return self._tokens(len(requests), padded, width) - rate * self._step_ms(requests, padded, width, False)
+            return tokens[width] - rate * self._step_ms(requests, padded, width, False)
 
         return max(self.widths[1:], key=worth)

@@ -81,7 +81,7 @@ def test_padding_takes_slots_that_others_use():
     """Three requests in a bucket of four: the fourth's slots are theirs, so that less width is needed."""
     policy = policy_of(costs(lambda rows: 4.0 if rows <= 8 else 40.0))
     policy._accepted = CHAT
-    assert policy._tokens(3, 4, 2) == pytest.approx(3 * (1 + CHAT[1] + (CHAT[2] - CHAT[1]) / 3))
+    assert policy._tokens(3, 4)[2] == pytest.approx(3 * (1 + CHAT[1] + (CHAT[2] - CHAT[1]) / 3))
 
 
 @pytest.mark.parametrize("share", [0.005, 0.05])
