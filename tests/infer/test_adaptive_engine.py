@@ -133,6 +133,18 @@ def test_requests_about_to_end_do_not_speak_against_drafting(target, prompts, pl
     assert policy is not None and policy._accepted[-1] > 1.5
 
 
+@pytest.mark.parametrize("policy", ["fixed", "adaptive"])
+def test_the_best_k_is_named_for_every_batch_size(target, prompts, plain, policy):
+    config = dataclasses.replace(CONFIG, draft_policy=policy)
+    engine = Engine(target, proposer_of("oracle", target, prompts, plain), config)
+    if policy == "fixed":
+        assert engine.best_num_draft_tokens() == {}  # nothing was drafted yet
+    engine.generate(prompts, GREEDY)
+    best = engine.best_num_draft_tokens()
+    assert list(best) == [1, 2, 4, 8] and all(0 <= k <= 4 for k in best.values())
+    assert [o.token_ids for o in engine.generate(prompts, GREEDY)] == plain
+
+
 class Peeking(LawProposer):
     """Speaks well of some tokens once it has drawn them: what the contract forbids."""
 
