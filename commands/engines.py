@@ -2,6 +2,7 @@
 
 import torch
 
+from ..infer.draft_policy import DraftPolicyName
 from ..infer.engine import Engine, EngineConfig
 from ..infer.proposers.base import Proposer
 from ..infer.target import Target
@@ -21,6 +22,7 @@ def build_engine(
     eager: bool = False,
     verify_mode: VerifyMode = VerifyMode.STANDARD,
     acceptance_rates: tuple[float, ...] | None = None,
+    draft_policy: DraftPolicyName = "fixed",
 ) -> Engine:
     """An engine whose cache holds a full batch of `longest` tokens each, as far as memory goes.
 
@@ -35,6 +37,7 @@ def build_engine(
         eager=eager,
         verify_mode=verify_mode,
         acceptance_rates=acceptance_rates,
+        draft_policy=draft_policy,
     )
     if target.device.type == "cuda":
         torch.cuda.empty_cache()

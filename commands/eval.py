@@ -70,6 +70,7 @@ class Options(NamedTuple):
     verification: VerificationName = "standard"
     acceptance_rates: str | None = None
     acceptance_length: float | None = None
+    draft_policy: Literal["fixed", "adaptive"] = "fixed"
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -102,6 +103,9 @@ Method = Annotated[
 ]
 NumDraftTokens = Annotated[int | None, typer.Option(help="Draft tokens a step; the head's own default otherwise.")]
 DraftSampling = Annotated[Literal["greedy", "probabilistic"], typer.Option(help="How drafts are drawn.")]
+DraftPolicy = Annotated[
+    Literal["fixed", "adaptive"], typer.Option(help="`adaptive` verifies the drafts that pay and rests where none do.")
+]
 Limit = Annotated[int | None, typer.Option(help="Prompts a file.")]
 BatchSize = Annotated[int, typer.Option(help="Requests decoded together.")]
 NumBlocks = Annotated[int | None, typer.Option(help="Cache blocks of 16 tokens; what the prompts need otherwise.")]
@@ -120,6 +124,7 @@ def evaluate(
     verification: Verification = "standard",
     acceptance_rates: AcceptanceRates = None,
     acceptance_length: AcceptanceLength = None,
+    draft_policy: DraftPolicy = "fixed",
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -351,6 +356,7 @@ def _builder(
             eager=options.eager,
             verify_mode=VerifyMode(options.verification),
             acceptance_rates=rates,
+            draft_policy=options.draft_policy,
         )
 
     return build

@@ -50,14 +50,14 @@ class Tiling(NamedTuple):
     programs: int
 
 
-PIECES = Pieces(4, 256, 512)
+PIECES = Pieces(4, 256, 1024)
 
 
 def short_tiling(group: int, widest: int, itemsize: int) -> Tiling:
     """The tiling of short queries: a function of the model alone, never of a batch, so that bits are."""
     block_m = min(max(16, triton.next_power_of_2(8 * group)), 32)
     if widest <= 128 and itemsize <= 2:
-        return Tiling(block_m, 64, 4, 4, 2)
+        return Tiling(block_m, 64, 4, 3, 2)
     return Tiling(min(block_m, 32 if widest <= 256 else 16), 32 if widest <= 256 else 16, 4, 2, 2)
 
 
