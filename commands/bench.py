@@ -146,10 +146,12 @@ def verify(
     _check(out, overwrite, context=context, steps=steps, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size)
     import torch
 
+    from ..infer.synthetic import survival_of_length
     from .benchmarks import rejection
     from .benchmarks import verify as benchmark
     from .benchmarks.record import numbers
 
+    survival_of_length(acceptance_length, num_draft_tokens)  # refuses what does not fit before anything runs
     sizes = sorted(numbers(batch_sizes, "--batch-sizes"))
     source = _source(model, shape, device, dtype)
     work = benchmark.Work(sizes, context, steps, num_draft_tokens, acceptance_length)
@@ -188,6 +190,44 @@ def attention(
     parsed = [benchmark.Load.parse(load) for load in loads.split(",")]
     record = Record("attention", found, {**_plain(settings), "dtype": str(dtype_of(dtype, found))})
     _finish(record, out, lambda record: benchmark.run(record, benchmark.Heads(*shape), parsed, dtype_of(dtype, found)))
+
+
+@app.command("policy")
+def policy(
+    model: TargetModel = None,
+    shape: Shape = None,
+    concurrency: Annotated[str, typer.Option(help="Running requests, as 4,16,64,256; a row each.")] = "4,16,64,256",
+    context: Context = 512,
+    num_draft_tokens: Drafts = 7,
+    acceptance_rates: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Share of steps that keep the first 1, 2, ... drafts, as .8,.6 or a JSON file; may be given "
+            "several times. Otherwise those of a strong head and of one on chat."
+        ),
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    out: OutFile = Path("bench-policy.json"),
+    overwrite: Overwrite = False,
+) -> None:
+    """Adaptive drafting beside never and always drafting, with free drafts kept at given rates.
+
+    Every policy is timed over the same stretch of its texts. Checked: drafts were kept as often as was asked for.
+    """
+    settings = dict(locals())
+    _check(out, overwrite, context=context, num_draft_tokens=num_draft_tokens)
+    from ..infer.synthetic import check_survival, parse_rates
+    from .benchmarks import policy as benchmark
+    from .benchmarks.record import numbers
+
+    rates = {text: tuple(parse_rates(text)) for text in acceptance_rates or ()} or benchmark.RATES
+    for survival in rates.values():
+        check_survival(survival, num_draft_tokens)
+    source = _source(model, shape, device, dtype)
+    work = benchmark.Work(sorted(numbers(concurrency, "--concurrency")), context, num_draft_tokens, rates)
+    settings["acceptance_rates"] = {name: list(survival) for name, survival in rates.items()}
+    _run("policy", source, settings, out, lambda record: benchmark.run(record, source, work))
 
 
 def _check(out: Path, overwrite: bool, **at_least_one: int) -> None:

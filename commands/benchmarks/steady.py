@@ -82,12 +82,13 @@ def recorded(engine: Engine) -> Recorded | None:
     return Recorded(_replay(engine, keys), _replay(engine, own))
 
 
-def stop(engine: Engine) -> None:
-    """Ends all requests."""
+def stop(engine: Engine, *, forget: bool = True) -> None:
+    """Ends all requests; `forget` False leaves their prompts in the prefix cache."""
     for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
         engine.cancel(request.request_id)
     engine.step()  # lands what was launched ahead
-    engine.pool.forget()
+    if forget:
+        engine.pool.forget()
 
 
 class _Listener(GraphCache):

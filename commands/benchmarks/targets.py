@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from ...infer.loading import load_model
 from .record import BenchError
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 64,
         "num_hidden_layers": 2,

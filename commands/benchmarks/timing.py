@@ -20,9 +20,14 @@ class Timing(NamedTuple):
 
     @classmethod
     def of(cls, times_ms: Sequence[float]) -> "Timing":
-        ordered = sorted(times_ms)
-        median = ordered[len(ordered) // 2]
-        return cls(median, (ordered[-1] - ordered[0]) / median if median else 0.0)
+        return cls(*median_and_spread(times_ms))
+
+
+def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """The middle one of some values, and how far they lie apart as a share of it."""
+    ordered = sorted(values)
+    median = ordered[len(ordered) // 2]
+    return median, (ordered[-1] - ordered[0]) / median if median else 0.0
 
 
 def synchronize(device: torch.device) -> None:
