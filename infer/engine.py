@@ -14,11 +14,12 @@ import torch
 
 from .costs import StepCosts
 from .draft_policy import DraftPolicy, DraftPolicyName
+from .flight import Clock, Flight, Verified
 from .graphs import GraphCache
 from .planes import BlockPool, Planes, PlaneSpec
 from .proposers.base import Proposer, Released
 from .request import Request, RequestOutput
-from .runner import BUCKETS, Clock, Flight, Runner, Verified
+from .runner import Runner
 from .sampling import SamplingParams, SamplingTable
 from .scheduler import Scheduler
 from .statistics import EngineStatistics, StepKind
