@@ -19,7 +19,7 @@ from .graphs import GraphCache
 from .planes import BlockPool, Planes, PlaneSpec
 from .proposers.base import Proposer, Released
 from .request import Request, RequestOutput
-from .runner import Runner
+from .runner import BUCKETS, Runner
 from .sampling import SamplingParams, SamplingTable
 from .scheduler import Scheduler
 from .statistics import EngineStatistics, StepKind
