@@ -15,11 +15,12 @@ import torch
 from ..kernels.records import VerifyMode
 from .costs import StepCosts
 from .draft_policy import DraftPolicy, DraftPolicyName
+from .flight import Clock, Flight, Verified
 from .graphs import GraphCache
 from .planes import BlockPool, Planes, PlaneSpec
 from .proposers.base import Proposer, Released
 from .request import Request, RequestOutput
-from .runner import BUCKETS, Clock, Flight, Runner, Verified
+from .runner import BUCKETS, Runner
 from .sampling import SamplingParams, SamplingTable
 from .scheduler import Scheduler
 from .statistics import EngineStatistics, StepKind
