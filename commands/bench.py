@@ -188,8 +188,10 @@ def attention(
         raise BenchError(f"--heads takes query heads, key heads that divide them, and a width; found {heads!r}")
     found = device_of(device)
     parsed = [benchmark.Load.parse(load) for load in loads.split(",")]
-    record = Record("attention", found, {**_plain(settings), "dtype": str(dtype_of(dtype, found))})
-    _finish(record, out, lambda record: benchmark.run(record, benchmark.Heads(*shape), parsed, dtype_of(dtype, found)))
+    kind = dtype_of(dtype, found)
+    facts = {**_plain(settings), "dtype": str(kind).removeprefix("torch.")}
+    record = Record("attention", found, facts, out)
+    _finish(record, lambda record: benchmark.run(record, benchmark.Heads(shape[0], shape[1], shape[2]), parsed, kind))
 
 
 @app.command("policy")
@@ -250,18 +252,18 @@ def _run(name: str, source: "Source", settings: dict[str, Any], out: Path, measu
     from .benchmarks.record import Record
 
     facts = {"model": source.name, "dtype": str(source.dtype).removeprefix("torch.")}
-    _finish(Record(name, source.device, {**_plain(settings), **facts}), out, measure)
+    _finish(Record(name, source.device, {**_plain(settings), **facts}, out), measure)
 
 
-def _finish(record: "Record", out: Path, measure: "Callable[[Record], None]") -> None:
+def _finish(record: "Record", measure: "Callable[[Record], None]") -> None:
     """Measures; the rows that passed are shown and written, also where a later one was refused."""
     try:
         measure(record)
     finally:
         if record.rows:
-            record.write(out)
+            record.write()
             record.show()
-            print(f"record: {out}")
+            print(f"record: {record.path}")
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Paged attention against the copy of the keys and values it must read, checked against its PyTorch twin."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -79,14 +80,17 @@ def measure(load: Load, heads: Heads, dtype: torch.dtype, device: torch.device) 
     plane = (blocks + 1, BLOCK_SIZE, heads.key, heads.width)
     planes = [(normal(*plane), normal(*plane)) for _ in range(copies_for(kv_bytes, device))]
     q = normal(batch * rows, heads.query, heads.width)
-    where = (
-        torch.arange(batch + 1, device=device, dtype=torch.int32) * rows,
-        torch.full((batch,), context, device=device, dtype=torch.int32),
-        (torch.randperm(blocks, device=device, generator=generator) + 1).int().view(batch, -1),
-    )
-    limits = {"max_query_len": rows, "max_seq_len": context, "scale": heads.width**-0.5}
-    expected = reference.paged_attention(q.float(), *(p.float() for p in planes[0]), *where, **limits)
-    found = dispatch.paged_attention(q, *planes[0], *where, **limits)
+    cu_seqlens = torch.arange(batch + 1, device=device, dtype=torch.int32) * rows
+    seq_lens = torch.full((batch,), context, device=device, dtype=torch.int32)
+    tables = (torch.randperm(blocks, device=device, generator=generator) + 1).int().view(batch, -1)
+    limits: dict[str, Any] = {"max_query_len": rows, "max_seq_len": context, "scale": heads.width**-0.5}
+
+    def attend(k: Tensor, v: Tensor) -> Tensor:
+        return dispatch.paged_attention(q, k, v, cu_seqlens, seq_lens, tables, **limits)
+
+    k, v = (plane.float() for plane in planes[0])
+    expected = reference.paged_attention(q.float(), k, v, cu_seqlens, seq_lens, tables, **limits)
+    found = attend(*planes[0])
     error = float((found.float() - expected).abs().max())
     check = Check(
         f"attention {batch}x{context}x{rows} = twin",
@@ -95,6 +99,6 @@ def measure(load: Load, heads: Heads, dtype: torch.dtype, device: torch.device) 
     )
     if not check.passed:
         return Attended(Timing(0.0, 0.0), kv_bytes, check)
-    calls = [lambda p=p: dispatch.paged_attention(q, *p, *where, **limits) for p in planes]
+    calls = [partial(attend, *pair) for pair in planes]
     timing = time_calls(calls, device, calls=max(len(planes), 24))
     return Attended(timing, kv_bytes, check)

@@ -35,14 +35,14 @@ def same_text(
     way and random weights leave small margins: each difference must lie within the rounding bound.
     """
     lengths = [min(len(a), len(b)) for a, b in zip(expected, found, strict=True)]
-    pairs = [
+    first, second = (
         [Generation(prompt, text[:length], ()) for prompt, text, length in zip(prompts, texts, lengths, strict=True)]
         for texts in (expected, found)
-    ]
+    )
     dtype = engine.target.dtype
     scores = partial(score_logits, engine, SamplingParams(ignore_eos=True))
     allowed = None if dtype in (torch.float32, torch.float64) else len(prompts)
-    verdict = check_greedy(*pairs, scores, dtype, allowed)
+    verdict = check_greedy(first, second, scores, dtype, allowed)
     said = f"{verdict.equal} of {verdict.checked} texts equal over {sum(lengths)} tokens"
     if verdict.divergences:
         said += f", {verdict.excused} of {verdict.divergences} others part within rounding"

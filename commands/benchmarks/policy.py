@@ -130,16 +130,16 @@ def _speed(engine: Engine, prompts: Sequence[Sequence[int]], work: Work, *, lear
         engine.step()
     stop(engine, forget=False)
     engine.statistics = EngineStatistics()
-    speeds = [_timed(engine, prompts, max_tokens) for _ in range(REPEATS)]
+    speeds = [_timed(engine, prompts, max_tokens, first_seed=(1 + i) * requests) for i in range(REPEATS)]
     engine.pool.forget()
     return Speed(*median_and_spread(speeds), engine.statistics)
 
 
-def _timed(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> float:
+def _timed(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, first_seed: int) -> float:
     """Tokens a second between the SKIPPED-th and the last timed output token, on average over the requests."""
     device, counts = engine.target.device, engine.statistics
     before = counts.output_tokens
-    start(engine, prompts, max_tokens)
+    start(engine, prompts, max_tokens, first_seed)
     while counts.output_tokens - before < SKIPPED * len(prompts):
         engine.step()
     synchronize(device)

@@ -36,6 +36,7 @@ class Record:
     benchmark: str
     device: torch.device
     settings: Mapping[str, Any]
+    path: Path | None = None  # written after each row, so that a run cut short keeps what had passed
     rows: list[dict[str, Any]] = field(default_factory=list)
     refused: str | None = None
     begun: float = field(default_factory=time.perf_counter)
@@ -46,6 +47,7 @@ class Record:
         for check in checks:
             self.require(check)
         self.rows.append({**row, "checks": {check.name: check.found for check in checks}})
+        self.write()
 
     def require(self, check: Check) -> None:
         """Raises BenchError where a check failed, before anything is timed."""
@@ -66,10 +68,12 @@ class Record:
             "results": self.rows,
         }
 
-    def write(self, path: Path) -> None:
-        """Writes the record; a refused run keeps the rows that had passed and says what was refused."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.as_json(), indent=2, allow_nan=False) + "\n")
+    def write(self) -> None:
+        """Writes the rows that passed, and what was refused; nothing where there is no row or no path."""
+        if self.path is None or not self.rows:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.as_json(), indent=2, allow_nan=False) + "\n")
 
     def show(self) -> None:
         """Prints a table for each kind of row: a line a figure, a column a row."""

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
 
 from .targets import Source
 from .timing import synchronize
@@ -19,8 +18,8 @@ class Answer(NamedTuple):
     tokens_per_second: float
 
 
-class _Watch(StoppingCriteria):
-    """Notes when the first token was there; ends nothing."""
+class _Watch:
+    """A stopping criterion of transformers that ends nothing and notes when the first token was there."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -61,7 +60,7 @@ class StaticCache:
             max_new_tokens=new_tokens,
             do_sample=False,
             cache_implementation="static",
-            stopping_criteria=StoppingCriteriaList([watch]),
+            stopping_criteria=[watch],
         )
         synchronize(self.device)
         last = time.perf_counter()

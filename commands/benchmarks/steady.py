@@ -45,9 +45,12 @@ def tokens_needed(steps: int, num_draft_tokens: int) -> int:
     return (WARMUP_STEPS + steps * REPEATS + 2 * CYCLES * (REPEATS + 1) + 8) * per_step
 
 
-def start(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-    """Adds requests that decode greedily past end tokens, and steps until all of them decode."""
-    for seed, prompt in enumerate(prompts):
+def start(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, first_seed: int = 0) -> None:
+    """Adds requests that decode greedily past end tokens, and steps until all of them decode.
+
+    Their seeds count up from `first_seed`; with synthetic verification the same seeds keep the same drafts.
+    """
+    for seed, prompt in enumerate(prompts, start=first_seed):
         engine.add_request(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed))
     scheduler = engine.scheduler
     while scheduler.waiting or any(not request.is_decoding for request in scheduler.running):
