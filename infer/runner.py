@@ -49,7 +49,7 @@ class MixedPlan(NamedTuple):
     """A step with prompt rows; `sampling` [samplers] int64 are the table rows that decide a token."""
 
     slots: Slots
-    asked: Tensor  # [samplers] int64; their places in `slots`
+    asked: Tensor | None  # [samplers] int64; their places in `slots`; None: all of them, in order
     sampling: Tensor
     num_drafts: Tensor  # [samplers] int64; drafts verified
     width: int  # logits rows of each sampler
@@ -386,7 +386,7 @@ class Runner:
         rows, starts, counts, sampling, num_drafts = self._mixed_buffer
         return MixedPlan(
             slots=Slots(rows, starts, counts),
-            asked=torch.arange(len(rows), device=rows.device),
+            asked=None,
             sampling=sampling,
             num_drafts=num_drafts,
             width=self.num_draft_tokens + 1,
@@ -398,7 +398,9 @@ class Runner:
         packed = self.table.pack(
             *plan.slots, num_rows, max_query_len=plan.longest or num_rows, max_seq_len=plan.max_seq_len
         )
-        ends = packed.batch.cu_seqlens[1:].long()[plan.asked, None]
+        ends = packed.batch.cu_seqlens[1:, None].long()
+        if plan.asked is not None:
+            ends = ends[plan.asked]
         # a request with fewer drafts than columns repeats its last row behind them, where no draft is
         columns = torch.arange(plan.width, device=ends.device)
         asked_rows = torch.minimum(ends - 1 - plan.num_drafts[:, None] + columns, ends - 1).flatten()
