@@ -75,7 +75,8 @@ class Rounding(NamedTuple):
 def _measure_rounding(engine: Engine, texts: Sequence[Generation]) -> Rounding:
     """Compares rows computed one by one with the same rows in one prefill."""
     parted, widest = [], []
-    for prompt, text, _ in texts:
+    for generation in texts:
+        prompt, text = generation.prompt_token_ids, generation.token_ids
         known, rows = [*prompt, *text], range(len(prompt) - 1, len(prompt) - 1 + len(text))
         together, alone = score_rows(engine, known, rows), score_rows(engine, known, rows, one_by_one=True)
         parted.append((together - alone).square().mean())
