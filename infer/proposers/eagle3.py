@@ -87,7 +87,11 @@ class Eagle3Proposer(Proposer):
         if not tokens:
             return Drafts(step.last_token_ids[:, None][:, :0], room, None, self.token_map)
         return Drafts(
-            torch.stack(tokens, dim=1), room, torch.stack(laws, dim=1) if self.probabilistic else None, self.token_map
+            torch.stack(tokens, dim=1),
+            room,
+            torch.stack(laws, dim=1) if self.probabilistic else None,
+            self.token_map,
+            torch.stack([_top_prob(law) for law in laws], dim=1) if step.wants_confidence else None,
         )
 
     def release(self, request: Released) -> None:
@@ -125,5 +129,14 @@ class Eagle3Proposer(Proposer):
         else:
             tempered = logits / torch.where(step.temperature > 0, step.temperature, 1.0)[:, None]
             law = tempered.log_softmax(-1)
-            drafts = sample(law, step.temperature, step.seeds, step.seq_lens + k, Stream.DRAFT)
+            # a position may be drafted again after its first draft was dropped unseen; fresh noise for each keeps what
+            # the dropped one told about later positions from meeting its token again
+            draws = step.seq_lens * self.num_draft_tokens + k
+            drafts = sample(law, step.temperature, step.seeds, draws, Stream.DRAFT)
         return (drafts if self.token_map is None else self.token_map[drafts]), law
+
+
+def _top_prob(logits: Tensor) -> Tensor:
+    """The largest probability [batch] float32 of the law that logits or log-probabilities [batch, vocab] stand for."""
+    logits = logits.float()
+    return (logits.amax(-1) - logits.logsumexp(-1)).exp()
