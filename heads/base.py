@@ -165,13 +165,16 @@ class DraftHead(nn.Module, ABC):
     def initialise(self, target: TargetTensors, generator: torch.Generator) -> None:
         """Fills every parameter for training from scratch; the same generator gives the same weights."""
 
-    @abstractmethod
     def embed(self, token_ids: Tensor, target: TargetTensors) -> Tensor:
-        """Token embeddings [..., hidden] of target ids [...]."""
+        """Token embeddings [..., hidden] of target ids [...]; the target's own unless a head has others."""
+        return nn.functional.embedding(token_ids, target.embed_tokens)
 
-    @abstractmethod
     def combine(self, aux_states: Tensor) -> Tensor:
-        """Aux states [..., num_layer_ids, target_hidden] to the first step's states [..., hidden]."""
+        """Aux states [..., num_layer_ids, target_hidden] to the first step's states [..., hidden].
+
+        A head conditioned on one state takes it as it is.
+        """
+        return aux_states.squeeze(-2)
 
     @abstractmethod
     def output_weight(self, target: TargetTensors) -> Tensor:
@@ -194,6 +197,13 @@ class DraftHead(nn.Module, ABC):
         empty = [name for name, p in self.named_parameters() if not torch.isfinite(p).all()]
         if empty:
             raise HeadError(f"every parameter must be finite, found NaN or infinity in {', '.join(empty)}")
+
+
+def check_draft_vocab(token_ids: Tensor, config: HeadConfig) -> None:
+    """Raises HeadError unless these are the config's number of target ids, ascending."""
+    expected = config.draft_vocab_size
+    if len(token_ids) != expected or not (token_ids.diff() > 0).all() or token_ids[-1] >= config.vocab_size:
+        raise HeadError(f"a draft vocabulary is {expected} ascending target ids, found {len(token_ids)}")
 
 
 def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:

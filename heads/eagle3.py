@@ -11,7 +11,17 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from .base import Attend, DraftHead, DraftOutput, DraftRows, HeadConfig, HeadError, TargetFacts, default_aux_layer_ids
+from .base import (
+    Attend,
+    DraftHead,
+    DraftOutput,
+    DraftRows,
+    HeadConfig,
+    HeadError,
+    TargetFacts,
+    check_draft_vocab,
+    default_aux_layer_ids,
+)
 from .layers import Attention, Linear, RMSNorm, RotaryEmbedding, SwiGLU, initialise_, nan_parameter
 from .target_tensors import TargetTensors
 
@@ -190,9 +200,6 @@ class Eagle3Head(DraftHead):
         normed = self.norm(states)
         return DraftOutput(normed, normed if self.config.norm_output else states)
 
-    def embed(self, token_ids: Tensor, target: TargetTensors) -> Tensor:
-        return nn.functional.embedding(token_ids, target.embed_tokens)
-
     def combine(self, aux_states: Tensor) -> Tensor:
         if self.config.fc_norm:
             aux_states = torch.stack([norm(aux_states[..., i, :]) for i, norm in enumerate(self.fc_norm)], dim=-2)
@@ -225,9 +232,7 @@ class Eagle3Head(DraftHead):
 
     def set_draft_vocab(self, token_ids: Tensor) -> None:
         """Stores the target ids [draft_vocab] int64 that can be drafted, ascending, as `d2t` offsets and `t2d`."""
-        expected = self.config.draft_vocab_size
-        if len(token_ids) != expected or not (token_ids.diff() > 0).all() or token_ids[-1] >= self.config.vocab_size:
-            raise HeadError(f"a draft vocabulary is {expected} ascending target ids, found {len(token_ids)}")
+        check_draft_vocab(token_ids, self.config)
         self.d2t.copy_(token_ids - torch.arange(len(token_ids)))
         self.t2d.zero_()
         self.t2d[token_ids] = True

@@ -18,11 +18,13 @@ def nan_parameter(*shape: int) -> nn.Parameter:
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` without bias that starts as NaN instead of random."""
+    """`nn.Linear`, by default without bias, that starts as NaN instead of random."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False, device="meta")
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias, device="meta")
         self.weight = nan_parameter(out_features, in_features)
+        if bias:
+            self.bias = nan_parameter(out_features)
 
 
 class RMSNorm(nn.Module):

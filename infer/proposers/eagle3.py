@@ -4,7 +4,7 @@ Row t pairs the state at t with the token at t + 1 and stands at position t, as 
 observed rows into slots that the next observation overwrites, so a rejected draft leaves nothing behind.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,14 +12,11 @@ from torch import Tensor
 from ...heads.base import DraftRows
 from ...heads.eagle3 import Eagle3Head
 from ...heads.target_tensors import TargetTensors
-from ...kernels.dispatch import sample
-from ...kernels.records import Stream
 from ..attention import PagedAttend
 from ..batch import PackedBatch
 from ..planes import Planes, PlaneSpec
 from .base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
-
-DraftSampling = Literal["greedy", "probabilistic"]
+from .drafting import DraftSampling, chain, draw
 
 
 class _Pending(NamedTuple):
@@ -84,15 +81,7 @@ class Eagle3Proposer(Proposer):
             token, law = self._draw(self.head.logits(logits_states, self.target), step, k)
             tokens.append(token)
             laws.append(law)
-        if not tokens:
-            return Drafts(step.last_token_ids[:, None][:, :0], room, None, self.token_map)
-        return Drafts(
-            torch.stack(tokens, dim=1),
-            room,
-            torch.stack(laws, dim=1) if self.probabilistic else None,
-            self.token_map,
-            torch.stack([_top_prob(law) for law in laws], dim=1) if step.wants_confidence else None,
-        )
+        return chain(step, tokens, laws, room, self.token_map, self.probabilistic)
 
     def release(self, request: Released) -> None:
         """Nothing is kept by request: a table row is written again before it is read for another one."""
@@ -123,20 +112,4 @@ class Eagle3Proposer(Proposer):
         )
 
     def _draw(self, logits: Tensor, step: DraftStep, k: int) -> tuple[Tensor, Tensor]:
-        """Target ids [batch] and the law [batch, draft_vocab] they were drawn from."""
-        if not self.probabilistic:
-            drafts, law = logits.argmax(-1), logits
-        else:
-            tempered = logits / torch.where(step.temperature > 0, step.temperature, 1.0)[:, None]
-            law = tempered.log_softmax(-1)
-            # a position may be drafted again after its first draft was dropped unseen; fresh noise for each keeps what
-            # the dropped one told about later positions from meeting its token again
-            draws = step.seq_lens * self.num_draft_tokens + k
-            drafts = sample(law, step.temperature, step.seeds, draws, Stream.DRAFT)
-        return (drafts if self.token_map is None else self.token_map[drafts]), law
-
-
-def _top_prob(logits: Tensor) -> Tensor:
-    """The largest probability [batch] float32 of the law that logits or log-probabilities [batch, vocab] stand for."""
-    logits = logits.float()
-    return (logits.amax(-1) - logits.logsumexp(-1)).exp()
+        return draw(logits, step, k, self.num_draft_tokens, self.token_map, self.probabilistic)

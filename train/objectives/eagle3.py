@@ -7,7 +7,7 @@ Tokens are the text's own at every step; gradients flow through all steps. There
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,8 +18,9 @@ from ...heads.target_tensors import TargetTensors
 from .. import alignment
 from ..attention import UnrolledAttend, choose_backend
 from ..batch import TrainBatch
-from ..losses import LossRows, LossSettings, RowLosses, soft_linear_loss
+from ..losses import LossRows, LossSettings, soft_linear_loss
 from .base import LossOutput, Objective
+from .supervision import Supervision, step_metrics, supervise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +39,6 @@ class Eagle3Settings(LossSettings):
             raise ValueError(f"objective.step_decay must lie in (0, 1], found {self.step_decay}")
         if self.attention not in ("auto", "dense", "flex"):
             raise ValueError(f"objective.attention must be auto, dense or flex, found {self.attention!r}")
-
-
-class _Supervision(NamedTuple):
-    """Everything ids and masks decide; grids are [steps, batch * seq]."""
-
-    valid: Tensor  # bool
-    tops: Tensor  # int64 draft ids of the target's top token at the soft label's row; -1 outside the draft vocabulary
-    labels: Tensor  # int64 draft ids the loss asks for; -1 outside
-    weights: Tensor  # bool; valid and draftable
 
 
 class Eagle3Objective(Objective):
@@ -93,20 +85,10 @@ class Eagle3Objective(Objective):
             head.draft_to_target(),
             self.settings,
         )
-        return LossOutput(losses.total, _metrics(supervision, losses, steps, rows))
+        return LossOutput(losses.total, step_metrics(supervision, losses, steps, rows))
 
-    def _supervise(self, head: DraftHead, batch: TrainBatch) -> _Supervision:
-        draft_to_target, vocab_size = head.draft_to_target(), self.config.vocab_size
-
-        def draft_ids(per_step: list[Tensor]) -> Tensor:
-            return alignment.to_draft_ids(torch.stack(per_step).flatten(1), draft_to_target, vocab_size)
-
-        valid = alignment.valid_rows(batch, self.num_terms).flatten(1)
-        tops = draft_ids([alignment.label_tops(batch, k) for k in range(self.num_terms)])
-        labels = tops
-        if self.settings.loss == "ce":
-            labels = draft_ids([alignment.label_tokens(batch, k) for k in range(self.num_terms)])
-        return _Supervision(valid, tops, labels, valid & (labels >= 0))
+    def _supervise(self, head: DraftHead, batch: TrainBatch) -> Supervision:
+        return supervise(head, batch, self.num_terms, self.settings.loss)
 
     def unroll(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, rows: tuple[Tensor, ...]) -> Tensor:
         """The logits states [sum of rows, hidden] of each step's supervised rows, step by step."""
@@ -121,28 +103,3 @@ class Eagle3Objective(Objective):
             states = output.feedback
             kept.append(output.logits_states.flatten(0, 1)[rows[step]])
         return torch.cat(kept)
-
-
-def _metrics(
-    supervision: _Supervision, losses: RowLosses, steps: Tensor, rows: Tensor
-) -> dict[str, tuple[Tensor, Tensor]]:
-    agree = torch.zeros_like(supervision.valid)
-    agree[steps, rows] = losses.top_ids == supervision.tops[steps, rows]
-    valid, supervised = (grid.sum(dim=1, dtype=torch.float32) for grid in (supervision.valid, supervision.weights))
-    accepted = agree.cumprod(dim=0).bool() & supervision.valid
-
-    def per_step(values: Tensor) -> Tensor:
-        return torch.zeros_like(supervised).index_add_(0, steps, values.detach().float())
-
-    grids = {
-        "loss": (per_step(losses.losses), supervised),
-        "entropy": (per_step(losses.entropies), supervised),
-        "alpha": (per_step(losses.alphas), supervised),
-        "agree": (agree.sum(dim=1, dtype=torch.float32), valid),
-        "accept": (accepted.sum(dim=1, dtype=torch.float32), valid),
-    }
-    return {
-        f"{name}_{step}": (numerators[step], denominators[step])
-        for name, (numerators, denominators) in grids.items()
-        for step in range(len(supervised))
-    }
