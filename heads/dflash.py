@@ -24,8 +24,8 @@ class DFlashConfig(DecoderConfig):
     """Shape of a DFlash head and what its slots mean.
 
     Slot s of a block with anchor x_a drafts x_{a+s} (slot 0 nothing), or x_{a+s+1} with `sample_from_anchor`: a head
-    served otherwise than it was trained is off by one. `sliding_window` counts rows back from each row, itself included.
-    `mask_token_id` is None until `fit` has chosen one.
+    served otherwise than it was trained is off by one. `sliding_window` counts rows back from each row, that row
+    included. `mask_token_id` is None until `fit` has chosen one.
     """
 
     network = "spectrain.heads.dflash:DFlashHead"

@@ -240,7 +240,7 @@ def _attend_blocks(
 
 
 class _FlexBlocks:
-    """Blocks of each batch row side by side behind its context; few different numbers, as each is compiled for itself."""
+    """Blocks of a batch row side by side behind its context, in few different widths: each is compiled for itself."""
 
     def __init__(self, attend: BlockAttend) -> None:
         from torch.nn.attention.flex_attention import create_block_mask

@@ -72,8 +72,8 @@ def forced_token_ids(tokenizer: Any, end_ids: Iterable[int], counts: Tensor) -> 
 def spare_token_id(tokenizer: Any, end_ids: Iterable[int], counts: Tensor) -> int:
     """An id to stand for tokens that are not known yet: one that drafted text, `counts` [vocab] int64, never uses.
 
-    In this order: the tokenizer's mask token, a row of the vocabulary beyond the tokenizer, a special token that neither
-    text nor template uses, any other unused id; of several the last. Raises VocabularyError where every id is used.
+    In this order: the tokenizer's mask token, the first row beyond the tokenizer, a special token that neither text nor
+    template uses, any other unused id; of several the last. Raises VocabularyError where none is left.
     """
     vocab = len(counts)
     used = {int(i) for i in counts.nonzero()} | set(end_ids)

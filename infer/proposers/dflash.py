@@ -1,7 +1,7 @@
 """DFlash drafting: keys and values of the target's rows as they come, and one forward of a block to draft.
 
-The planes hold the context: what a slot keeps depends on the state of its own position alone. A block's rows are written
-behind it, from the newest token's slot on, and the next observation overwrites them.
+The planes hold the context: what a slot keeps depends on the state of its own position alone. A block's rows are
+written behind it, from the newest token's slot on, and the next observation overwrites them.
 """
 
 import torch
@@ -20,8 +20,8 @@ from .drafting import DraftSampling, draw_all, no_drafts, top_prob
 class DFlashProposer(Proposer):
     """Drafts the slots of a block, each by itself; greedy drafts are point masses, probabilistic ones carry their law.
 
-    A block whose rows see each other is run as large as it was trained, however few drafts are asked for, and larger only
-    where more are.
+    A block whose rows see each other is run as large as it was trained, however few drafts are asked for, and larger
+    only where more are.
     """
 
     def __init__(

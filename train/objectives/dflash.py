@@ -1,8 +1,8 @@
 """DFlash (arXiv 2602.06036): blocks behind randomly drawn rows, all of a block's slots trained in one forward.
 
 The row t of a block is the last one before its anchor x_{t+1}: the context of the block is what the target had computed
-when it sampled the anchor. Draft k of the block stands for x_{t+2+k}, and counts while every token from the anchor to it
-is supervised. With w_k = exp(-k / slot_decay):
+when it sampled the anchor. Draft k of the block stands for x_{t+2+k}, and counts while every token from the anchor to
+it is supervised. With w_k = exp(-k / slot_decay):
 
     L = sum over drafts of w_k * loss(t, k) / sum_k w_k * denominators[k]
 
