@@ -6,8 +6,10 @@ import math
 import pytest
 import torch
 
+from spectrain.heads.dflash import DFlashConfig, DFlashHead
 from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head
 from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.proposers.dflash import DFlashProposer
 from spectrain.infer.proposers.eagle3 import Eagle3Proposer
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
@@ -76,11 +78,20 @@ def eagle3(target: Target, draft_vocab: int) -> Eagle3Proposer:
     return Eagle3Proposer(head, tensors, 3, "probabilistic")
 
 
+def dflash(target: Target, **settings: object) -> DFlashProposer:
+    shape = {"layer_ids": [0, 1, 2], "mask_token_id": 0, "num_layers": 1, "block_size": 3}
+    head = DFlashHead(DFlashConfig.derive(target.facts, {**shape, **settings}))
+    head.initialise(target.tensors(), torch.Generator().manual_seed(0))
+    return DFlashProposer(head, target.tensors(), 3, "probabilistic")
+
+
 PROPOSERS = {
     "law": lambda target: LawProposer(bigram_law(), 3),
     "sampled drafts as point masses": lambda target: LawProposer(bigram_law(), 3, point_mass=True),
     "eagle3, probabilistic": lambda target: eagle3(target, VOCAB),
     "eagle3, reduced vocabulary": lambda target: eagle3(target, 3),
+    "dflash, probabilistic": lambda target: dflash(target),
+    "dflash, from the anchor": lambda target: dflash(target, sample_from_anchor=True, causal=True),
     "none": lambda target: NoneProposer(),
 }
 
