@@ -1,4 +1,4 @@
-"""Tiny DFlash heads, and a drafter written from the method alone: one block, one row, one head of attention at a time."""
+"""Tiny DFlash heads, and a drafter written from the method alone: one block, one row, one attention head at a time."""
 
 from typing import Any
 
@@ -50,8 +50,8 @@ def block_batch(rows: list[list[Document]], target: TargetTensors, config: DFlas
 class BlockDrafter:
     """Drafts blocks behind one document whose aux states [tokens, layers, hidden] are known."""
 
-    def __init__(self, head: DFlashHead, target: TargetTensors, aux: Tensor, first_position: int = 0) -> None:
-        self.c, self.w, self.target, self.first = head.config, head.state_dict(), target, first_position
+    def __init__(self, head: DFlashHead, target: TargetTensors, aux: Tensor) -> None:
+        self.c, self.w, self.target, self.shift = head.config, head.state_dict(), target, 0  # shift: of block positions
         self.fused = [self._norm(self.w["fc.weight"] @ torch.cat(list(row)), "hidden_norm.weight") for row in aux]
 
     def logits(self, anchor: int, token_id: int, size: int | None = None) -> Tensor:
@@ -75,12 +75,12 @@ class BlockDrafter:
         name = f"layers.{layer}."
         normed = [self._norm(row, name + "input_layernorm.weight") for row in rows]
         keys = [self._key_value(name, self.fused[j], j) for j in range(anchor)]
-        keys += [self._key_value(name, x, anchor + slot) for slot, x in enumerate(normed)]
+        keys += [self._key_value(name, x, anchor + slot + self.shift) for slot, x in enumerate(normed)]
         out = []
         for slot, (row, x) in enumerate(zip(rows, normed, strict=True)):
             position, last = anchor + slot, anchor + (slot if self.c.causal else len(rows) - 1)
             first = 0 if self.c.sliding_window is None else max(0, position - self.c.sliding_window + 1)
-            row = row + self._attend(name, x, position, keys[first : last + 1])
+            row = row + self._attend(name, x, position + self.shift, keys[first : last + 1])
             x = self._norm(row, name + "post_attention_layernorm.weight")
             gate = self.w[name + "mlp.gate_proj.weight"] @ x
             up = self.w[name + "mlp.up_proj.weight"] @ x
@@ -89,11 +89,11 @@ class BlockDrafter:
 
     def _key_value(self, name: str, x: Tensor, position: int) -> tuple[Tensor, Tensor]:
         k, v = ((self.w[f"{name}self_attn.{p}_proj.weight"] @ x).view(-1, self.c.head_dim) for p in "kv")
-        return rope(self._norm(k, name + "self_attn.k_norm.weight"), self.first + position, self._theta), v
+        return rope(self._norm(k, name + "self_attn.k_norm.weight"), position, self._theta), v
 
     def _attend(self, name: str, x: Tensor, position: int, keys: list[tuple[Tensor, Tensor]]) -> Tensor:
         q = (self.w[name + "self_attn.q_proj.weight"] @ x).view(-1, self.c.head_dim)
-        q = rope(self._norm(q, name + "self_attn.q_norm.weight"), self.first + position, self._theta)
+        q = rope(self._norm(q, name + "self_attn.q_norm.weight"), position, self._theta)
         out = []
         for h in range(self.c.num_heads):
             group = h * self.c.num_kv_heads // self.c.num_heads

@@ -1,4 +1,4 @@
-"""DFlash's objective against a drafter that shares no code with it: logits, losses, dependencies, anchors, reduction."""
+"""DFlash's objective against a drafter that shares no code with it: logits, losses, leaks, anchors, reduction."""
 
 import math
 import warnings
