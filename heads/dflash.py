@@ -8,7 +8,7 @@ batch). Embeddings and output head are the target's.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -155,7 +155,7 @@ class DFlashHead(DecoderHead):
         """
         cos, sin = self.rotary(positions)
         combined = self.combine(aux_states)
-        return [layer.self_attn.keys_values(combined, cos, sin) for layer in self.layers]
+        return [cast(DecoderLayer, layer).self_attn.keys_values(combined, cos, sin) for layer in self.layers]
 
     def block_ids(self, anchors: Tensor, size: int) -> Tensor:
         """The ids [..., size] int64 of blocks that begin with the anchors [...] int64."""

@@ -80,10 +80,10 @@ def spare_token_id(tokenizer: Any, end_ids: Iterable[int], counts: Tensor) -> in
     candidates: list[int] = []
     if tokenizer is not None:
         template = str(getattr(tokenizer, "chat_template", None) or "")
-        specials = tokenizer.added_tokens_decoder.items()
+        added = tokenizer.added_tokens_decoder
+        used |= {i for i, token in added.items() if str(token) in template}
         candidates += [] if tokenizer.mask_token_id is None else [tokenizer.mask_token_id]
-        candidates += [len(tokenizer)]
-        candidates += sorted((i for i, token in specials if token.special and str(token) not in template), reverse=True)
+        candidates += [len(tokenizer), *sorted((i for i, token in added.items() if token.special), reverse=True)]
     candidates += range(vocab - 1, -1, -1)
     spare = next((i for i in candidates if i < vocab and i not in used), None)
     if spare is None:

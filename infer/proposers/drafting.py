@@ -38,9 +38,8 @@ def draw_all(
         # a position may be drafted again after its first draft was dropped unseen; fresh noise for each keeps what the
         # dropped one told about later positions from meeting its token again
         draws = step.seq_lens[:, None] * num_draft_tokens + first + torch.arange(logits.shape[1], device=logits.device)
-        seeds = step.seeds[:, None].expand(draws.shape)
-        rows = (laws, temperature, seeds, draws)
-        drafts = sample(*(x.flatten(0, 1) for x in rows), Stream.DRAFT).view(draws.shape)
+        seeds, rows = step.seeds[:, None].expand(draws.shape), laws.flatten(0, 1)
+        drafts = sample(rows, temperature.flatten(), seeds.flatten(), draws.flatten(), Stream.DRAFT).view(draws.shape)
     return (drafts if token_map is None else token_map[drafts]), laws
 
 

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ...heads.base import DraftHead
 from ...heads.dflash import BlockRows, DFlashConfig, DFlashHead
 from ...heads.target_tensors import TargetTensors
 from .. import alignment
@@ -64,10 +65,10 @@ class DFlashObjective(Objective):
     def num_terms(self) -> int:
         return self.config.num_drafts
 
-    def count(self, head: DFlashHead, batch: TrainBatch) -> Tensor:
+    def count(self, head: DraftHead, batch: TrainBatch) -> Tensor:
         return self._supervise(head, batch).weights.sum(dim=1, dtype=torch.float32)
 
-    def __call__(self, head: DFlashHead, target: TargetTensors, batch: TrainBatch) -> LossOutput:
+    def __call__(self, head: DraftHead, target: TargetTensors, batch: TrainBatch) -> LossOutput:
         """The loss; metrics per draft k: `loss_k`, `entropy_k`, `alpha_k`, `agree_k`, `accept_k` over the drawn blocks.
 
         Raises ValueError without `final_states`. A batch without supervised rows gives 0, and zero gradients for every
@@ -101,8 +102,9 @@ class DFlashObjective(Objective):
         )
         return LossOutput(losses.total, step_metrics(supervision, losses, drafts, rows))
 
-    def draft(self, head: DFlashHead, target: TargetTensors, batch: TrainBatch, rows: Tensor) -> Tensor:
+    def draft(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, rows: Tensor) -> Tensor:
         """The logits states [num_blocks, block, hidden] of the blocks behind `rows` [num_blocks] int64, ascending."""
+        assert isinstance(head, DFlashHead)
         backend = choose_backend(self.settings.attention, batch.token_ids.device)
         attend = BlockAttend(
             batch.document_ids,
@@ -118,7 +120,7 @@ class DFlashObjective(Objective):
         positions = first + torch.arange(self.config.block_size, device=first.device)
         return head(BlockRows(head.embed(ids, target).to(head.dtype), positions), attend)
 
-    def _supervise(self, head: DFlashHead, batch: TrainBatch) -> Supervision:
+    def _supervise(self, head: DraftHead, batch: TrainBatch) -> Supervision:
         """The grids of all rows, cut to those that are drawn."""
         whole = supervise(head, batch, self.num_terms, self.settings.loss)
         eligible = whole.valid[0].view_as(batch.token_ids)
