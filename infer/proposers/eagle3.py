@@ -16,7 +16,7 @@ from ..attention import PagedAttend
 from ..batch import PackedBatch
 from ..planes import Planes, PlaneSpec
 from .base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
-from .drafting import DraftSampling, chain, draw
+from .drafting import DraftSampling, chain, chain_rows, draw
 
 
 class _Pending(NamedTuple):
@@ -67,7 +67,7 @@ class Eagle3Proposer(Proposer):
         self._pending.feedback[rows.slots] = feedback[rows.last_rows]
 
     def propose(self, step: DraftStep) -> Drafts:
-        assert self._pending is not None
+        assert self._planes is not None and self._pending is not None
         # past the positions the head was made for it drafts nothing rather than something arbitrary
         reach = (self.head.config.max_position_embeddings - step.seq_lens + 1).clamp(min=0)
         room = torch.minimum(step.room, reach).clamp(max=self.num_draft_tokens)
@@ -76,7 +76,7 @@ class Eagle3Proposer(Proposer):
         # on a GPU the loop must not wait for the room; on a CPU drafts that nobody has room for cost time
         for k in range(self.num_draft_tokens if room.is_cuda else int(room.max())):
             if k:
-                batch = self._draft_rows(step, tokens[-1], k, room)
+                batch = chain_rows(step, tokens[-1], step.seq_lens - 2 + k, room > k, self._planes.block_size)
                 logits_states, states = self._forward(self.head.embed(tokens[-1], self.target), states, batch)
             token, law = self._draw(self.head.logits(logits_states, self.target), step, k)
             tokens.append(token)
@@ -90,26 +90,6 @@ class Eagle3Proposer(Proposer):
         assert self._planes is not None
         attend = PagedAttend(self._planes, self.plane_names, batch)
         return self.head(DraftRows(embeds, states, batch.positions), attend)
-
-    def _draft_rows(self, step: DraftStep, token_ids: Tensor, k: int, room: Tensor) -> PackedBatch:
-        """One row a request at the position of its k-th draft's state; rows without room go to the padding block."""
-        assert self._planes is not None
-        size, device = self._planes.block_size, token_ids.device
-        live = room > k
-        positions = torch.where(live, step.seq_lens - 2 + k, 0)
-        block = step.block_tables.gather(1, (positions // size)[:, None])[:, 0].long()
-        batch = room.shape[0]
-        return PackedBatch(
-            token_ids=token_ids,
-            positions=positions,
-            slot_mapping=torch.where(live, block * size + positions % size, 0),
-            cu_seqlens=torch.arange(batch + 1, device=device, dtype=torch.int32),
-            seq_lens=(positions + 1).to(torch.int32),
-            block_tables=step.block_tables,
-            logits_rows=torch.arange(batch, device=device),
-            max_query_len=1,
-            max_seq_len=int(step.block_tables.shape[1]) * size,
-        )
 
     def _draw(self, logits: Tensor, step: DraftStep, k: int) -> tuple[Tensor, Tensor]:
         return draw(logits, step, k, self.num_draft_tokens, self.token_map, self.probabilistic)
