@@ -1,4 +1,4 @@
-"""The draft vocabulary: which target ids a head can propose.
+"""The draft vocabulary: which target ids a head can propose, and which id stands for a token not known yet.
 
 Counted over supervised tokens only, because a drafter never has to propose prompt tokens. Built once when a head is
 created; a resumed or warm-started head keeps the map it was trained with.
@@ -67,3 +67,27 @@ def forced_token_ids(tokenizer: Any, end_ids: Iterable[int], counts: Tensor) -> 
     forced |= {i for i, token in tokenizer.added_tokens_decoder.items() if _MARKER.search(str(token))}
     forced |= {i for token, i in tokenizer.get_vocab().items() if _BYTE.match(token)}
     return forced
+
+
+def choose_mask_token(tokenizer: Any, counts: Tensor, end_ids: Iterable[int]) -> tuple[int, str]:
+    """An id of `counts` [vocab] int64 that no text uses, and in words what it is.
+
+    The tokenizer's own mask token; else a row behind the tokenizer's last token; else a special token that neither ends
+    a text nor occurs in the chat template or among supervised tokens. Raises VocabularyError where there is none.
+    """
+    advice = "set head.mask_token_id to an id that no text uses"
+    if tokenizer is None:
+        raise VocabularyError(f"a mask token is chosen by the target's tokenizer, found none in the shards; {advice}")
+    vocab, tokens = len(counts), {i: token for token, i in tokenizer.get_vocab().items()}
+    own = tokenizer.mask_token_id
+    if own is not None and own < vocab:
+        return own, f"the tokenizer's own {tokens[own]!r}"
+    behind = max(tokens) + 1
+    if behind < vocab:
+        return behind, "behind the tokenizer's last token"
+    template = str(tokenizer.chat_template or "")
+    named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id, *end_ids}
+    for i, added in sorted(tokenizer.added_tokens_decoder.items()):
+        if i < vocab and i not in named and added.special and str(added) not in template and counts[i] == 0:
+            return i, f"the special token {str(added)!r}, which neither template nor supervised text uses"
+    raise VocabularyError(f"expected an id that no text uses, found none in the target's {vocab}; {advice}")
