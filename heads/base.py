@@ -170,7 +170,7 @@ class DraftHead(nn.Module, ABC):
         """Token embeddings [..., hidden] of target ids [...]."""
 
     @abstractmethod
-    def combine(self, aux_states: Tensor) -> Tensor:
+    def combine(self, aux_states: Tensor, target: TargetTensors) -> Tensor:
         """Aux states [..., num_layer_ids, target_hidden] to the first step's states [..., hidden]."""
 
     @abstractmethod

@@ -18,11 +18,13 @@ def nan_parameter(*shape: int) -> nn.Parameter:
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` without bias that starts as NaN instead of random."""
+    """`nn.Linear` that starts as NaN instead of random, by default without bias."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False, device="meta")
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias, device="meta")
         self.weight = nan_parameter(out_features, in_features)
+        if bias:
+            self.bias = nan_parameter(out_features)
 
 
 class RMSNorm(nn.Module):
@@ -127,10 +129,12 @@ class SwiGLU(nn.Module):
 
 @torch.no_grad()
 def initialise_(module: nn.Module, generator: torch.Generator) -> None:
-    """Fills linear weights with N(0, 1/fan_in) clipped to the usual 0.02 and norm weights with one."""
+    """Fills linear weights with N(0, 1/fan_in) clipped to the usual 0.02, biases with zero, norm weights with one."""
     for part in module.modules():
         if isinstance(part, Linear):
             std = min(0.02, part.in_features**-0.5)
             part.weight.copy_(torch.randn(part.weight.shape, generator=generator) * std)
+            if part.bias is not None:
+                part.bias.zero_()
         elif isinstance(part, RMSNorm):
             part.weight.fill_(1.0)
