@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from .base import Attend, DraftHead, HeadConfig, HeadError, TargetFacts
 from .layers import Attention, RMSNorm, SwiGLU
-from .target_tensors import TargetTensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,34 +85,20 @@ class DecoderHead(DraftHead):
 
     config: DecoderConfig
 
-    def embed(self, token_ids: Tensor, target: TargetTensors) -> Tensor:
-        return nn.functional.embedding(token_ids, target.embed_tokens)
-
     @property
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
 
 
-class DecoderLayer(nn.Module):
-    """An ordinary pre-norm decoder layer; `input_norm=False` leaves out the norm before attention."""
+class LayerParts(nn.Module):
+    """What every decoder layer is made of behind the input of its attention, `input_size` wide."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        layer: int,
-        *,
-        qk_norm: bool,
-        input_norm: bool = True,
-        input_size: int | None = None,
-    ) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, input_size: int, *, qk_norm: bool) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.has_input_norm = input_norm
-        if input_norm:
-            self.input_layernorm = RMSNorm(hidden, eps)
         self.self_attn = Attention(
             layer,
-            input_size or hidden,
+            input_size,
             hidden,
             config.num_heads,
             config.num_kv_heads,
@@ -123,10 +108,20 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = SwiGLU(hidden, config.intermediate_size)
 
-    def forward(self, states: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        return self.mix(states, self.input_layernorm(states) if self.has_input_norm else states, cos, sin, attend)
-
     def mix(self, residual: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """Attention over `x`, then the MLP, both added to `residual` [..., hidden]."""
+        """Attention over `x` [..., input_size], then the MLP, both added to `residual` [..., hidden]."""
         states = residual + self.self_attn(x, cos, sin, attend)
         return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class DecoderLayer(LayerParts):
+    """An ordinary pre-norm decoder layer; `input_norm=False` leaves out the norm before attention."""
+
+    def __init__(self, config: DecoderConfig, layer: int, *, qk_norm: bool, input_norm: bool = True) -> None:
+        super().__init__(config, layer, config.hidden_size, qk_norm=qk_norm)
+        self.has_input_norm = input_norm
+        if input_norm:
+            self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, states: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        return self.mix(states, self.input_layernorm(states) if self.has_input_norm else states, cos, sin, attend)

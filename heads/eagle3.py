@@ -11,8 +11,16 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from .base import Attend, DraftOutput, DraftRows, HeadError, TargetFacts, default_aux_layer_ids
-from .decoder import DecoderConfig, DecoderHead, DecoderLayer
+from .base import (
+    Attend,
+    DraftOutput,
+    DraftRows,
+    HeadError,
+    TargetFacts,
+    check_draft_vocab,
+    default_aux_layer_ids,
+)
+from .decoder import DecoderConfig, DecoderHead, DecoderLayer, LayerParts
 from .layers import Linear, RMSNorm, RotaryEmbedding, initialise_, nan_parameter
 from .target_tensors import TargetTensors
 
@@ -76,13 +84,14 @@ class Eagle3Config(DecoderConfig):
         }
 
 
-class FirstLayer(DecoderLayer):
-    """The layer that attends with the normed token embedding beside the normed state."""
+class FirstLayer(LayerParts):
+    """The layer that attends with the normed token embedding beside the normed state; its input is both, in a line."""
 
     def __init__(self, config: Eagle3Config) -> None:
-        super().__init__(config, 0, qk_norm=config.layer_style == "qwen3", input_size=2 * config.hidden_size)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        super().__init__(config, 0, 2 * hidden, qk_norm=config.layer_style == "qwen3")
         self.norm_before_residual = config.norm_before_residual
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm, self.input_layernorm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
 
     def forward(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         normed = self.hidden_norm(states)
@@ -169,9 +178,7 @@ class Eagle3Head(DecoderHead):
 
     def set_draft_vocab(self, token_ids: Tensor) -> None:
         """Stores the target ids [draft_vocab] int64 that can be drafted, ascending, as `d2t` offsets and `t2d`."""
-        expected = self.config.draft_vocab_size
-        if len(token_ids) != expected or not (token_ids.diff() > 0).all() or token_ids[-1] >= self.config.vocab_size:
-            raise HeadError(f"a draft vocabulary is {expected} ascending target ids, found {len(token_ids)}")
+        check_draft_vocab(token_ids, self.config)
         self.d2t.copy_(token_ids - torch.arange(len(token_ids)))
         self.t2d.zero_()
         self.t2d[token_ids] = True

@@ -18,7 +18,7 @@ def nan_parameter(*shape: int) -> nn.Parameter:
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` that starts as NaN instead of random, by default without bias."""
+    """`nn.Linear`, by default without bias, that starts as NaN instead of random."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias, device="meta")
@@ -81,7 +81,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention projections around the caller's `attend`; q and k may be normed per head."""
+    """Grouped-query attention projections around the caller's `attend`; q and k may be normed per head.
+
+    `qkv_bias` gives the three input projections a bias.
+    """
 
     def __init__(
         self,
@@ -92,12 +95,13 @@ class Attention(nn.Module):
         kv_heads: int,
         head_dim: int,
         qk_norm_eps: float | None,
+        qkv_bias: bool = False,
     ) -> None:
         super().__init__()
         self.layer, self.heads, self.kv_heads, self.head_dim = layer, heads, kv_heads, head_dim
-        self.q_proj = Linear(input_size, heads * head_dim)
-        self.k_proj = Linear(input_size, kv_heads * head_dim)
-        self.v_proj = Linear(input_size, kv_heads * head_dim)
+        self.q_proj = Linear(input_size, heads * head_dim, qkv_bias)
+        self.k_proj = Linear(input_size, kv_heads * head_dim, qkv_bias)
+        self.v_proj = Linear(input_size, kv_heads * head_dim, qkv_bias)
         self.o_proj = Linear(heads * head_dim, hidden)
         if qk_norm_eps is not None:
             self.q_norm = RMSNorm(head_dim, qk_norm_eps)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .batch import PackedBatch
+from .drafting import UNKNOWN_LOG_ODDS
 from .request import Request
 
 
@@ -39,6 +40,8 @@ class RequestTable:
         )
         self.num_known[self.nobody] = 1
         self.draft_laws: Tensor | None = None  # [rows, num_draft_tokens, draft_vocab] float32, from the first law on
+        # [rows, num_draft_tokens] float32: what was known of each draft before it was drawn (`drafting.py`)
+        self.draft_log_odds = torch.zeros(rows, num_draft_tokens, device=device)
         self._free = list(range(max_requests - 1, -1, -1))
         self._blocks_written: dict[int, int] = {}  # row -> entries of its block table that are on the device
 
@@ -144,6 +147,13 @@ class RequestTable:
             shape = (self.tokens.shape[0], self.num_draft_tokens, log_probs.shape[-1])
             self.draft_laws = torch.zeros(shape, dtype=torch.float32, device=self.device)
         self.draft_laws[slots, : log_probs.shape[1]] = log_probs
+
+    def set_log_odds(self, slots: Tensor, log_odds: Tensor | None) -> None:
+        """Keeps the log-odds [batch, n] of drafts until they are verified; None where they are not known."""
+        if log_odds is None:
+            self.draft_log_odds[slots] = UNKNOWN_LOG_ODDS
+        else:
+            self.draft_log_odds[slots, : log_odds.shape[1]] = log_odds
 
     def _write(self, slots: Tensor, first: Tensor, token_ids: Tensor, counts: Tensor) -> None:
         step = torch.arange(token_ids.shape[1], device=self.device)

@@ -93,8 +93,9 @@ class ParallelAttend:
         if self._prefix is None:
             return out
         drafts, lse = self._prefix.with_lse(q[None, first:], k[None, :first], v[None, :first])
-        inputs = (q[None, first:], drafts, lse, k[None, first:], v[None, first:], self.steps, self.max_step)
-        return torch.cat([out, _recomputed(_add_own_rows, len(self.steps), *inputs)[0]])
+        add_own = partial(_add_own_rows, steps=self.steps, max_step=self.max_step)
+        drafts = _recomputed(add_own, len(self.steps), q[None, first:], drafts, lse, k[None, first:], v[None, first:])
+        return torch.cat([out, drafts[0]])
 
 
 def choose_backend(wanted: Literal["auto", "dense", "flex"], device: torch.device) -> AttentionBackend:

@@ -23,8 +23,9 @@ from .. import alignment
 from ..attention import AttentionSettings, UnrolledAttend, choose_backend
 from ..batch import TrainBatch
 from ..losses import LossSettings
-from ..rollout import law_loss, soft_labels, step_metrics, supervise, unroll
 from .base import LossOutput, Objective
+from .rollout import SupervisedRows, law_loss, soft_labels, unroll
+from .supervision import step_metrics, supervise
 
 NOISE_LENGTH = 512
 NOISE_STREAM = 101
@@ -57,7 +58,7 @@ class EagleObjective(Objective):
         return 1
 
     def count(self, head: DraftHead, batch: TrainBatch) -> Tensor:
-        return supervise(head, batch, 1, self.settings).counts()
+        return supervise(head, batch, 1, self.settings.loss).weights.sum(dim=1, dtype=torch.float32)
 
     def __call__(self, head: DraftHead, target: TargetTensors, batch: TrainBatch) -> LossOutput:
         """The loss, the metrics of `step_metrics` (of the law alone) and `feature_0`.
@@ -65,18 +66,18 @@ class EagleObjective(Objective):
         Raises ValueError without `final_states`. A batch without supervised rows gives 0, and zero gradients for every
         trainable parameter.
         """
-        supervision = supervise(head, batch, 1, self.settings)
-        found = supervision.rows()
+        supervision = supervise(head, batch, 1, self.settings.loss)
+        found = SupervisedRows.of(supervision)
         states = self.unroll(head, target, batch, found.per_step)
         labels = soft_labels(target, batch, found, states.dtype)
         share = 1 / batch.denominators.to(states.device)
         weights = self.settings.law_weight * share
         losses = law_loss(head, target, supervision, found, labels, states, weights, self.settings)
-        features = smooth_l1_loss(states.float(), labels.normed[labels.index].float(), reduction="none").mean(dim=-1)
+        features = smooth_l1_loss(states.float(), labels.normed[labels.of_row].float(), reduction="none").mean(dim=-1)
         # an empty batch has a denominator of zero and no row to divide
         total = losses.total + self.settings.feature_weight * (features * share[found.steps]).sum()
-        metrics = step_metrics(supervision, found, losses)
-        metrics["feature_0"] = (features.detach().sum(), supervision.counts()[0])
+        metrics = step_metrics(supervision, losses, found.steps, found.rows)
+        metrics["feature_0"] = (features.detach().sum(), supervision.weights.sum(dtype=torch.float32))
         return LossOutput(total, metrics)
 
     def unroll(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, per_step: Sequence[Tensor]) -> Tensor:

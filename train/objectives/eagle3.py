@@ -18,8 +18,9 @@ from ...heads.target_tensors import TargetTensors
 from ..attention import AttentionSettings, UnrolledAttend, choose_backend
 from ..batch import TrainBatch
 from ..losses import LossSettings
-from ..rollout import Supervision, law_loss, soft_labels, step_metrics, supervise, unroll
 from .base import LossOutput, Objective
+from .rollout import SupervisedRows, law_loss, soft_labels, unroll
+from .supervision import Supervision, step_metrics, supervise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class Eagle3Objective(Objective):
         return self.settings.steps
 
     def count(self, head: DraftHead, batch: TrainBatch) -> Tensor:
-        return self.supervise(head, batch).counts()
+        return self.supervise(head, batch).weights.sum(dim=1, dtype=torch.float32)
 
     def __call__(self, head: DraftHead, target: TargetTensors, batch: TrainBatch) -> LossOutput:
         """The loss, and the metrics of `step_metrics`.
@@ -60,17 +61,17 @@ class Eagle3Objective(Objective):
         trainable parameter.
         """
         supervision = self.supervise(head, batch)
-        found = supervision.rows()
+        found = SupervisedRows.of(supervision)
         states = self.unroll(head, target, batch, found.per_step)
         labels = soft_labels(target, batch, found, states.dtype)
         decay = self.settings.step_decay ** torch.arange(self.num_terms, device=states.device)
         weights = decay / batch.denominators.to(states.device)
         losses = law_loss(head, target, supervision, found, labels, states, weights, self.settings)
-        return LossOutput(losses.total, step_metrics(supervision, found, losses))
+        return LossOutput(losses.total, step_metrics(supervision, losses, found.steps, found.rows))
 
     def supervise(self, head: DraftHead, batch: TrainBatch) -> Supervision:
         """Which rows count at which step."""
-        return supervise(head, batch, self.num_terms, self.settings)
+        return supervise(head, batch, self.num_terms, self.settings.loss)
 
     def unroll(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, per_step: Sequence[Tensor]) -> Tensor:
         """The logits states [num_rows, hidden] of each step's supervised rows, step by step."""

@@ -20,8 +20,8 @@ from .. import alignment
 from ..attention import AttentionBackend, ParallelAttend, choose_backend
 from ..batch import TrainBatch
 from ..conditional_drop import drop_rows
-from ..rollout import Supervision, supervise
 from .eagle3 import Eagle3Objective, Eagle3Settings
+from .supervision import Supervision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class PEagleObjective(Eagle3Objective):
         super().__init__(config, settings)
 
     def supervise(self, head: DraftHead, batch: TrainBatch) -> Supervision:
-        whole = supervise(head, batch, self.num_terms, self.settings)
+        whole = super().supervise(head, batch)
         if not head.training or self.settings.retention == 1:
             return whole
         kept = drop_rows(

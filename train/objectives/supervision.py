@@ -1,0 +1,64 @@
+"""What ids and masks decide for heads with one loss term a draft step, and the metrics all of them report."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...heads.base import DraftHead
+from .. import alignment
+from ..batch import TrainBatch
+from ..losses import LossKind, RowLosses
+
+
+class Supervision(NamedTuple):
+    """Everything ids and masks decide; grids are [steps, batch * seq]."""
+
+    valid: Tensor  # bool
+    tops: Tensor  # int64 draft ids of the target's top token at the soft label's row; -1 outside the draft vocabulary
+    labels: Tensor  # int64 draft ids the loss asks for; -1 outside
+    weights: Tensor  # bool; valid and draftable
+
+
+def supervise(head: DraftHead, batch: TrainBatch, num_steps: int, loss: LossKind) -> Supervision:
+    """The rows of every step; the label is x_{t+2+k} for `ce`, the target's top token there for the other losses."""
+    draft_to_target, vocab_size = head.draft_to_target(), head.config.vocab_size
+
+    def draft_ids(per_step: list[Tensor]) -> Tensor:
+        return alignment.to_draft_ids(torch.stack(per_step).flatten(1), draft_to_target, vocab_size)
+
+    valid = alignment.valid_rows(batch, num_steps).flatten(1)
+    tops = draft_ids([alignment.label_tops(batch, k) for k in range(num_steps)])
+    labels = tops
+    if loss == "ce":
+        labels = draft_ids([alignment.label_tokens(batch, k) for k in range(num_steps)])
+    return Supervision(valid, tops, labels, valid & (labels >= 0))
+
+
+def step_metrics(
+    supervision: Supervision, losses: RowLosses, steps: Tensor, rows: Tensor
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Per step k: `loss_k`, `entropy_k`, `alpha_k` over supervised rows, `agree_k`, `accept_k` over valid ones.
+
+    `losses` of supervised rows `rows` at `steps`, both [num_rows] int64.
+    """
+    agree = torch.zeros_like(supervision.valid)
+    agree[steps, rows] = losses.top_ids == supervision.tops[steps, rows]
+    valid, supervised = (grid.sum(dim=1, dtype=torch.float32) for grid in (supervision.valid, supervision.weights))
+    accepted = agree.cumprod(dim=0).bool() & supervision.valid
+
+    def per_step(values: Tensor) -> Tensor:
+        return torch.zeros_like(supervised).index_add_(0, steps, values.detach().float())
+
+    grids = {
+        "loss": (per_step(losses.losses), supervised),
+        "entropy": (per_step(losses.entropies), supervised),
+        "alpha": (per_step(losses.alphas), supervised),
+        "agree": (agree.sum(dim=1, dtype=torch.float32), valid),
+        "accept": (accepted.sum(dim=1, dtype=torch.float32), valid),
+    }
+    return {
+        f"{name}_{step}": (numerators[step], denominators[step])
+        for name, (numerators, denominators) in grids.items()
+        for step in range(len(supervised))
+    }
