@@ -133,10 +133,12 @@ class SwiGLU(nn.Module):
 
 @torch.no_grad()
 def initialise_(module: nn.Module, generator: torch.Generator) -> None:
-    """Fills linear weights with N(0, 1/fan_in) clipped to the usual 0.02 and norm weights with one."""
+    """Fills linear weights with N(0, 1/fan_in) clipped to the usual 0.02, biases with zero, norm weights with one."""
     for part in module.modules():
         if isinstance(part, Linear):
             std = min(0.02, part.in_features**-0.5)
             part.weight.copy_(torch.randn(part.weight.shape, generator=generator) * std)
+            if part.bias is not None:
+                part.bias.zero_()
         elif isinstance(part, RMSNorm):
             part.weight.fill_(1.0)

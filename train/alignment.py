@@ -20,6 +20,19 @@ def shift_left(values: Tensor, by: int, document_ids: Tensor, fill: int = 0) -> 
     return moved.masked_fill(~same | (document_ids < 0), fill)
 
 
+def document_line(document_ids: Tensor) -> Tensor:
+    """Ids [batch * seq] int64 that tell documents of the whole batch apart; -1 in padding."""
+    ids = document_ids.long()
+    rows = torch.arange(len(ids), device=ids.device)[:, None] << 32
+    return torch.where(ids < 0, -1, ids + rows).flatten()
+
+
+def document_lengths(batch: TrainBatch) -> Tensor:
+    """Tokens of each row's document [batch, seq] int64; in padding, of all of it."""
+    _, index, counts = document_line(batch.document_ids).unique(return_inverse=True, return_counts=True)
+    return counts[index].view_as(batch.positions)
+
+
 def input_tokens(batch: TrainBatch, step: int) -> Tensor:
     """The tokens x_{t+1+step} [batch, seq] int64 embedded at this step; 0 beyond the document."""
     return shift_left(batch.token_ids, 1 + step, batch.document_ids)

@@ -18,6 +18,8 @@ class AppendedRows(NamedTuple):
 
     batch: PackedBatch
     first: Tensor  # [batch] int64; the row of each request's newest token
+    source: Tensor  # [num_tokens] int64; the observed row that each is, or that it follows
+    appended: Tensor  # [num_tokens] bool; whether it only follows
 
 
 def append_rows(rows: ObservedRows, extra: int, block_size: int, placeholder: int) -> AppendedRows:
@@ -50,10 +52,11 @@ def append_rows(rows: ObservedRows, extra: int, block_size: int, placeholder: in
         positions=positions,
         slot_mapping=slots,
         cu_seqlens=cu_seqlens.int(),
-        seq_lens=(starts + last + 1 + extra).int(),
+        # a request that ended takes one more step, in which its rows may pass the table's end
+        seq_lens=(starts + last + 1 + extra).clamp(max=width * block_size).int(),
         block_tables=observed.block_tables,
         logits_rows=row,
         max_query_len=observed.max_query_len + extra,
         max_seq_len=min(observed.max_seq_len + extra, width * block_size),
     )
-    return AppendedRows(batch, cu_seqlens[:-1] + last + 1)
+    return AppendedRows(batch, cu_seqlens[:-1] + last + 1, source, offset > last[owner])

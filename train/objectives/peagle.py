@@ -1,0 +1,102 @@
+"""P-EAGLE (arXiv 2602.01469): EAGLE-3's steps, all in one forward, because later ones know no more than the first.
+
+Row t of step d > 0 embeds the mask token, is conditioned on the learned stand-in for aux states and stands at position
+t + d. It sees true rows up to t and its own earlier steps: what the drafter sees. Alignment, labels and loss are
+EAGLE-3's. Later steps train on fewer rows (conditional drop): a share of each document's rows that shrinks by
+`retention` a step down to `min_retention`, every step's a part of the one before it, drawn anew each epoch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...heads.base import DraftHead, DraftRows
+from ...heads.peagle import PEagleConfig, PEagleHead
+from ...heads.target_tensors import TargetTensors
+from .. import alignment
+from ..attention import AttentionBackend, ParallelAttend, choose_backend
+from ..batch import TrainBatch
+from ..conditional_drop import drop_rows
+from .eagle3 import Eagle3Objective, Eagle3Settings
+from .supervision import Supervision
+
+
+@dataclass(frozen=True, kw_only=True)
+class PEagleSettings(Eagle3Settings):
+    """A recipe's `objective` section."""
+
+    steps: int = 8
+    step_decay: float = 1.0
+    retention: float = 0.7
+    min_retention: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("retention", "min_retention"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"objective.{name} must lie between 0 and 1, found {getattr(self, name)}")
+
+
+class _DraftLine(NamedTuple):
+    """The draft rows of a batch: steps 1, 2, ... of each row that has any, row by row."""
+
+    from_rows: Tensor  # [num_drafts] int64, in batch * seq
+    steps: Tensor  # [num_drafts] int64
+    starts: Tensor  # [batch * seq] int64; where the draft rows of a row begin
+
+
+class PEagleObjective(Eagle3Objective):
+    """Drops rows while the head is in training mode only."""
+
+    settings: PEagleSettings
+
+    def __init__(self, config: PEagleConfig, settings: PEagleSettings) -> None:
+        super().__init__(config, settings)
+
+    def supervise(self, head: DraftHead, batch: TrainBatch) -> Supervision:
+        whole = super().supervise(head, batch)
+        if not head.training or self.settings.retention == 1:
+            return whole
+        kept = drop_rows(
+            whole.valid.view(-1, *batch.token_ids.shape), batch, self.settings.retention, self.settings.min_retention
+        ).flatten(1)
+        return whole._replace(valid=whole.valid & kept, weights=whole.weights & kept)
+
+    def unroll(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, per_step: Sequence[Tensor]) -> Tensor:
+        assert isinstance(head, PEagleHead)
+        backend = choose_backend(self.settings.attention, batch.token_ids.device)
+        line = _draft_line(per_step, batch.token_ids.numel(), backend)
+        states = head.combine(batch.aux_states.to(head.dtype), target).flatten(0, 1)
+        embeds = head.embed(alignment.input_tokens(batch, 0), target).flatten(0, 1).to(states.dtype)
+        count, positions = len(line.steps), batch.positions.flatten()
+        rows = DraftRows(
+            torch.cat([embeds, head.mask_embed(target).to(states.dtype).expand(count, -1)]),
+            torch.cat([states, head.mask_state(target).to(states.dtype).expand(count, -1)]),
+            torch.cat([positions, positions[line.from_rows] + line.steps]),
+        )
+        attend = ParallelAttend(batch.document_ids, line.from_rows, line.steps, self.num_terms - 1, backend)
+        logits_states = head(rows, attend).logits_states
+        first = len(positions)
+        places = [rows if step == 0 else first + line.starts[rows] + step - 1 for step, rows in enumerate(per_step)]
+        return logits_states[torch.cat(places)]
+
+
+def _draft_line(per_step: Sequence[Tensor], num_rows: int, backend: AttentionBackend) -> _DraftLine:
+    """The rows asked for and, since later steps attend to them, all earlier steps of theirs."""
+    device = per_step[0].device
+    deepest = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    for step, rows in enumerate(per_step):
+        deepest[rows] = step
+    starts = deepest.cumsum(0) - deepest
+    from_rows = torch.arange(num_rows, device=device).repeat_interleave(deepest)
+    steps = torch.arange(len(from_rows), device=device) - starts[from_rows] + 1
+    if backend == "flex" and len(from_rows):
+        # few different sizes, because each is compiled for itself
+        size = max(128, num_rows // 2)
+        padding = -len(from_rows) % size
+        from_rows = torch.cat([from_rows, from_rows[-1:].expand(padding)])
+        steps = torch.cat([steps, torch.ones_like(steps[:1]).expand(padding)])
+    return _DraftLine(from_rows, steps, starts)
