@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from .layers import Attention, RMSNorm, SwiGLU
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(HeadConfig):
     """The shape of a head's decoder layers."""
+
+    shares_embeddings: ClassVar[bool] = True
+    """Whether token embeddings are the target's, so that the head must have its width."""
 
     hidden_size: int
     intermediate_size: int
@@ -27,7 +30,7 @@ class DecoderConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hidden_size != self.target.hidden_size:
+        if self.shares_embeddings and self.hidden_size != self.target.hidden_size:
             raise HeadError(
                 f"the head shares the target's embeddings, so head.hidden_size must be {self.target.hidden_size}, "
                 f"found {self.hidden_size}"
@@ -93,7 +96,9 @@ class DecoderHead(DraftHead):
 class LayerParts(nn.Module):
     """What every decoder layer is made of behind the input of its attention, `input_size` wide."""
 
-    def __init__(self, config: DecoderConfig, layer: int, input_size: int, *, qk_norm: bool) -> None:
+    def __init__(
+        self, config: DecoderConfig, layer: int, input_size: int, *, qk_norm: bool, qkv_bias: bool = False
+    ) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn = Attention(
@@ -104,6 +109,7 @@ class LayerParts(nn.Module):
             config.num_kv_heads,
             config.head_dim,
             eps if qk_norm else None,
+            qkv_bias,
         )
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = SwiGLU(hidden, config.intermediate_size)
@@ -117,8 +123,10 @@ class LayerParts(nn.Module):
 class DecoderLayer(LayerParts):
     """An ordinary pre-norm decoder layer; `input_norm=False` leaves out the norm before attention."""
 
-    def __init__(self, config: DecoderConfig, layer: int, *, qk_norm: bool, input_norm: bool = True) -> None:
-        super().__init__(config, layer, config.hidden_size, qk_norm=qk_norm)
+    def __init__(
+        self, config: DecoderConfig, layer: int, *, qk_norm: bool, qkv_bias: bool = False, input_norm: bool = True
+    ) -> None:
+        super().__init__(config, layer, config.hidden_size, qk_norm=qk_norm, qkv_bias=qkv_bias)
         self.has_input_norm = input_norm
         if input_norm:
             self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

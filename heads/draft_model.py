@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from .base import Attend, DraftHead, HeadError, TargetFacts
-from .decoder import DecoderConfig, DecoderLayer
+from .base import Attend, HeadError, TargetFacts
+from .decoder import DecoderConfig, DecoderHead, DecoderLayer
 from .layers import Linear, RMSNorm, RotaryEmbedding, initialise_, nan_parameter
 from .model_folder import ModelFolder
 from .target_tensors import TargetTensors
@@ -133,7 +133,7 @@ class Decoder(nn.Module):
         self.rotary = RotaryEmbedding(config.head_dim, config.rope_parameters, config.max_position_embeddings)
 
 
-class DraftModel(DraftHead):
+class DraftModel(DecoderHead):
     """The network: a causal language model whose mask and cache are the caller's."""
 
     config: DraftModelConfig

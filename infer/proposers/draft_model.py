@@ -4,6 +4,8 @@ Row t is token t at position t, as in any language model. The newest token's row
 so k drafts take k forwards. What a rejected draft wrote is overwritten by the next observation.
 """
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -11,38 +13,30 @@ from ...heads.draft_model import DraftModel, TokenRows
 from ...heads.target_tensors import TargetTensors
 from ..attention import PagedAttend
 from ..batch import PackedBatch
-from ..planes import Planes, PlaneSpec
+from ..planes import Planes
 from .appended import append_rows
-from .base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
-from .drafting import DraftSampling, chain, chain_rows, draw
+from .base import DraftStep, ObservedRows
+from .drafting import DraftSampling, chain_rows
+from .feature import FeatureProposer
 
 
-class DraftModelProposer(Proposer):
-    """Drafts chains; greedy drafts are point masses, probabilistic ones carry their law."""
+class DraftModelProposer(FeatureProposer):
+    """Drafts chains; it needs nothing of the target but its tokens."""
+
+    head: DraftModel
 
     def __init__(
         self, head: DraftModel, target: TargetTensors, num_draft_tokens: int, draft_sampling: DraftSampling = "greedy"
     ) -> None:
-        config = head.config
-        self.head, self.target = head.eval(), target
-        self.num_draft_tokens = num_draft_tokens
-        self.probabilistic = draft_sampling == "probabilistic"
-        self.plane_names = [f"draft.{i}" for i in range(config.num_layers)]
-        self.dtype = head.model.norm.weight.dtype
-        self.requirements = Requirements(
-            planes=tuple(
-                PlaneSpec(name, config.num_kv_heads, config.head_dim, config.head_dim, self.dtype)
-                for name in self.plane_names
-            ),
-            lookahead=max(num_draft_tokens - 1, 0),
-            draft_laws=self.probabilistic,
+        super().__init__(head, target, num_draft_tokens, draft_sampling)
+        self.requirements = dataclasses.replace(
+            self.requirements, next_token=False, lookahead=max(num_draft_tokens - 1, 0)
         )
-        self._planes: Planes | None = None
         self._pending: Tensor | None = None  # [num_rows, num_appended, hidden]; states of the rows appended last
 
     @property
     def num_appended(self) -> int:
-        """Rows computed behind a request's observed ones."""
+        """Rows computed behind a request's observed ones: the newest token's, and placeholders'."""
         return 1
 
     @property
@@ -51,44 +45,30 @@ class DraftModelProposer(Proposer):
         return 0
 
     def bind(self, planes: Planes, num_rows: int) -> None:
-        config, device = self.head.config, self.head.model.norm.weight.device
-        self._planes = planes
-        self._pending = torch.zeros(num_rows, self.num_appended, config.hidden_size, dtype=self.dtype, device=device)
+        super().bind(planes, num_rows)
+        self._pending = self._empty_state(num_rows, self.num_appended)
 
     def observe(self, rows: ObservedRows) -> None:
         assert self._planes is not None and self._pending is not None
-        appended = append_rows(rows, self.num_appended, self._planes.block_size, self.placeholder)
-        states = self._forward(appended.batch)
-        offsets = torch.arange(self.num_appended, device=states.device)
-        self._pending[rows.slots] = states[appended.first[:, None] + offsets]
+        both = append_rows(rows, self.num_appended, self._planes.block_size, self.placeholder)
+        states = self._read(both.batch)
+        self._pending[rows.slots] = states[both.first[:, None] + torch.arange(self.num_appended, device=states.device)]
 
-    def propose(self, step: DraftStep) -> Drafts:
+    def _draft(self, step: DraftStep, room: Tensor, count: int) -> tuple[list[Tensor], list[Tensor]]:
         assert self._planes is not None and self._pending is not None
-        room = self.room(step)
         states = self._pending[step.slots, 0]
         tokens, laws = [], []
-        # on a GPU the loop must not wait for the room; on a CPU drafts that nobody has room for cost time
-        for k in range(self.num_draft_tokens if room.is_cuda else int(room.max())):
+        for k in range(count):
             if k:
-                positions = step.seq_lens + k - 1
-                states = self._forward(chain_rows(step, tokens[-1], positions, room > k, self._planes.block_size))
+                at = step.seq_lens - 1 + k
+                states = self._read(chain_rows(step, tokens[-1], at, room > k, self._planes.block_size))
             token, law = self._draw(self.head.logits(states, self.target), step, k)
             tokens.append(token)
             laws.append(law)
-        return chain(step, tokens, laws, room, None, self.probabilistic)
+        return tokens, laws
 
-    def room(self, step: DraftStep) -> Tensor:
-        """Drafts [batch] int64 that fit; past the positions the head was made for it drafts nothing."""
-        reach = (self.head.config.max_position_embeddings - step.seq_lens + 1).clamp(min=0)
-        return torch.minimum(step.room, reach).clamp(max=self.num_draft_tokens)
-
-    def release(self, request: Released) -> None:
-        """Nothing is kept by request: a table row is written again before it is read for another one."""
-
-    def _forward(self, batch: PackedBatch) -> Tensor:
+    def _read(self, batch: PackedBatch) -> Tensor:
+        """The states [num_tokens, hidden] after each token of a batch, whose rows are kept for those that follow."""
         assert self._planes is not None
         embeds = self.head.embed(batch.token_ids, self.target)
         return self.head(TokenRows(embeds, batch.positions), PagedAttend(self._planes, self.plane_names, batch))
-
-    def _draw(self, logits: Tensor, step: DraftStep, k: int) -> tuple[Tensor, Tensor]:
-        return draw(logits, step, k, self.num_draft_tokens, None, self.probabilistic)

@@ -1,17 +1,18 @@
-"""PARD drafting: the newest token and k - 1 mask tokens run beside the observed rows, and every one gives a draft.
+"""PARD drafting: the newest token and k - 1 mask tokens run beside the observed rows, and each gives a draft.
 
-Mask j stands at the position of draft j and sees the masks before it, as in training; k may exceed what was trained.
-Drafts are independent given the text, each from a law that no other draft changes.
+Mask j stands at the position of draft j - 1 and sees the masks before it, as in training; k may exceed what was
+trained. Drafts do not depend on each other: the law of a chain is the product of its tokens' laws.
 """
 
+from torch import Tensor
+
 from ...heads.pard import Pard
-from .base import Drafts, DraftStep
+from .base import DraftStep
 from .draft_model import DraftModelProposer
-from .drafting import draw_all, no_drafts, top_prob
 
 
 class PardProposer(DraftModelProposer):
-    """All drafts of a step from one forward."""
+    """All drafts of a step out of one forward."""
 
     head: Pard
 
@@ -23,12 +24,8 @@ class PardProposer(DraftModelProposer):
     def placeholder(self) -> int:
         return self.head.mask_token_id
 
-    def propose(self, step: DraftStep) -> Drafts:
+    def _draft(self, step: DraftStep, room: Tensor, count: int) -> tuple[list[Tensor], list[Tensor]]:
         assert self._pending is not None
-        room = self.room(step)
-        if not self.num_draft_tokens:
-            return no_drafts(step, room)
-        logits = self.head.logits(self._pending[step.slots], self.target)
-        tokens, laws = draw_all(logits, step, 0, self.num_draft_tokens, None, self.probabilistic)
-        confidence = top_prob(laws) if step.wants_confidence else None
-        return Drafts(tokens, room, laws if self.probabilistic else None, None, confidence)
+        logits = self.head.logits(self._pending[step.slots, :count], self.target)
+        drawn = [self._draw(logits[:, k], step, k) for k in range(count)]
+        return [token for token, _ in drawn], [law for _, law in drawn]

@@ -18,8 +18,9 @@ from ...heads.target_tensors import TargetTensors
 from ..attention import AttentionSettings, UnrolledAttend, choose_backend
 from ..batch import TrainBatch
 from ..losses import LossSettings
-from ..rollout import Supervision, law_loss, soft_labels, step_metrics, supervise
 from .base import LossOutput, Objective
+from .rollout import SupervisedRows, law_loss, soft_labels
+from .supervision import Supervision, step_metrics, supervise
 
 AHEAD = 0
 """A row is the newest token itself."""
@@ -47,7 +48,7 @@ class DraftModelObjective(Objective):
         return 1
 
     def count(self, head: DraftHead, batch: TrainBatch) -> Tensor:
-        return self.supervise(head, batch).counts()
+        return self.supervise(head, batch).weights.sum(dim=1, dtype=torch.float32)
 
     def __call__(self, head: DraftHead, target: TargetTensors, batch: TrainBatch) -> LossOutput:
         """The loss, one mean over the rows of all terms, and the metrics of `step_metrics`.
@@ -56,16 +57,16 @@ class DraftModelObjective(Objective):
         trainable parameter.
         """
         supervision = self.supervise(head, batch)
-        found = supervision.rows()
+        found = SupervisedRows.of(supervision)
         states = self.unroll(head, target, batch, found.per_step)
         labels = soft_labels(target, batch, found, states.dtype, AHEAD)
         weights = (1 / batch.denominators.sum().to(states.device)).expand(self.num_terms)
         losses = law_loss(head, target, supervision, found, labels, states, weights, self.settings)
-        return LossOutput(losses.total, step_metrics(supervision, found, losses))
+        return LossOutput(losses.total, step_metrics(supervision, losses, found.steps, found.rows))
 
     def supervise(self, head: DraftHead, batch: TrainBatch) -> Supervision:
         """Which rows count at which step."""
-        return supervise(head, batch, self.num_terms, self.settings, AHEAD)
+        return supervise(head, batch, self.num_terms, self.settings.loss, AHEAD)
 
     def unroll(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, per_step: Sequence[Tensor]) -> Tensor:
         """The states [num_rows, hidden] that give the logits of each step's supervised rows, step by step."""

@@ -24,8 +24,8 @@ from ..batch import TrainBatch
 from ..conditional_drop import drop_rows
 from ..draft_line import draft_line
 from ..losses import LossKind
-from ..rollout import Supervision
 from .draft_model import DraftModelObjective, DraftModelSettings
+from .supervision import Supervision
 
 
 @dataclass(frozen=True, kw_only=True)
