@@ -1,4 +1,4 @@
-"""Draft models and PARD trained on targets of known law, decoded by transformers, which shares no code with training."""
+"""Draft models and PARD trained on targets of known law, decoded by transformers, which shares no code of ours."""
 
 import math
 from pathlib import Path

@@ -106,7 +106,7 @@ def reference_rows(model: PreTrainedModel, text: list[int], start: int, steps: i
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("steps", [1, 3])
 def test_loss_is_one_mean_of_the_formula_over_all_rows(steps: int, kind: LossKind, tmp_path: Path):
-    """The label of row s at step b is token s+1+b; the law it is trained on, the target's after row s+b, normed once."""
+    """Row s of step b has label s+1+b, and is trained on the target's law after row s+b, the norm applied once."""
     head, objective = make(steps, loss=kind)
     head.eval()
     model, target = in_transformers(head, tmp_path), random_target(VOCAB, 16)
@@ -157,7 +157,7 @@ def test_each_row_sees_the_text_up_to_its_own_and_nothing_else():
 
 
 def test_a_row_sees_its_own_masks_and_no_other_rows():
-    """Masks differ by what they may attend to: scaling the keys of one row's masks moves that row's later steps only."""
+    """Masks differ by what they attend to: disturbing a mask moves its own row's later steps and nothing else."""
     head, objective = make(4)
     head.eval()
     target = random_target(VOCAB, 16)
