@@ -8,7 +8,6 @@ EAGLE-3's. Later steps train on fewer rows (conditional drop): a share of each d
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +16,10 @@ from ...heads.base import DraftHead, DraftRows
 from ...heads.peagle import PEagleConfig, PEagleHead
 from ...heads.target_tensors import TargetTensors
 from .. import alignment
-from ..attention import AttentionBackend, ParallelAttend, choose_backend
+from ..attention import ParallelAttend, choose_backend
 from ..batch import TrainBatch
 from ..conditional_drop import drop_rows
+from ..draft_line import draft_line
 from .eagle3 import Eagle3Objective, Eagle3Settings
 from .supervision import Supervision
 
@@ -38,14 +38,6 @@ class PEagleSettings(Eagle3Settings):
         for name in ("retention", "min_retention"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"objective.{name} must lie between 0 and 1, found {getattr(self, name)}")
-
-
-class _DraftLine(NamedTuple):
-    """The draft rows of a batch: steps 1, 2, ... of each row that has any, row by row."""
-
-    from_rows: Tensor  # [num_drafts] int64, in batch * seq
-    steps: Tensor  # [num_drafts] int64
-    starts: Tensor  # [batch * seq] int64; where the draft rows of a row begin
 
 
 class PEagleObjective(Eagle3Objective):
@@ -68,7 +60,7 @@ class PEagleObjective(Eagle3Objective):
     def unroll(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, per_step: Sequence[Tensor]) -> Tensor:
         assert isinstance(head, PEagleHead)
         backend = choose_backend(self.settings.attention, batch.token_ids.device)
-        line = _draft_line(per_step, batch.token_ids.numel(), backend)
+        line = draft_line(per_step, batch.token_ids.numel(), pad=backend == "flex")
         states = head.combine(batch.aux_states.to(head.dtype), target).flatten(0, 1)
         embeds = head.embed(alignment.input_tokens(batch, 0), target).flatten(0, 1).to(states.dtype)
         count, positions = len(line.steps), batch.positions.flatten()
@@ -78,25 +70,4 @@ class PEagleObjective(Eagle3Objective):
             torch.cat([positions, positions[line.from_rows] + line.steps]),
         )
         attend = ParallelAttend(batch.document_ids, line.from_rows, line.steps, self.num_terms - 1, backend)
-        logits_states = head(rows, attend).logits_states
-        first = len(positions)
-        places = [rows if step == 0 else first + line.starts[rows] + step - 1 for step, rows in enumerate(per_step)]
-        return logits_states[torch.cat(places)]
-
-
-def _draft_line(per_step: Sequence[Tensor], num_rows: int, backend: AttentionBackend) -> _DraftLine:
-    """The rows asked for and, since later steps attend to them, all earlier steps of theirs."""
-    device = per_step[0].device
-    deepest = torch.zeros(num_rows, dtype=torch.int64, device=device)
-    for step, rows in enumerate(per_step):
-        deepest[rows] = step
-    starts = deepest.cumsum(0) - deepest
-    from_rows = torch.arange(num_rows, device=device).repeat_interleave(deepest)
-    steps = torch.arange(len(from_rows), device=device) - starts[from_rows] + 1
-    if backend == "flex" and len(from_rows):
-        # few different sizes, because each is compiled for itself
-        size = max(128, num_rows // 2)
-        padding = -len(from_rows) % size
-        from_rows = torch.cat([from_rows, from_rows[-1:].expand(padding)])
-        steps = torch.cat([steps, torch.ones_like(steps[:1]).expand(padding)])
-    return _DraftLine(from_rows, steps, starts)
+        return head(rows, attend).logits_states[line.places]
