@@ -38,13 +38,15 @@ class SoftLabels(NamedTuple):
     of_row: Tensor  # [num_rows] int64 into `normed`
 
 
-def soft_labels(target: TargetTensors, batch: TrainBatch, found: SupervisedRows, dtype: torch.dtype) -> SoftLabels:
+def soft_labels(
+    target: TargetTensors, batch: TrainBatch, found: SupervisedRows, dtype: torch.dtype, ahead: int = 1
+) -> SoftLabels:
     """The final norm, once, over each state that is a label; raises ValueError where shards lack id L."""
     if batch.final_states is None:
         raise ValueError(
             "this head needs the target's last state for its soft labels, found shards without id L; extract again"
         )
-    label_rows, of_row = alignment.soft_label_rows(found.rows, found.steps).unique(return_inverse=True)
+    label_rows, of_row = alignment.soft_label_rows(found.rows, found.steps, ahead).unique(return_inverse=True)
     return SoftLabels(target.norm(batch.final_states.flatten(0, 1)[label_rows].to(dtype)), of_row)
 
 
