@@ -110,12 +110,17 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         if self.has_qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
+            q = self.q_norm(q)
+        out = attend(self.layer, rotate(q, cos, sin), *self.keys_values(x, cos, sin))
         return self.o_proj(out.flatten(-2))
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys, RoPE applied, and values [..., kv_heads, head_dim] of x [..., input_size]."""
+        k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        if self.has_qk_norm:
+            k = self.k_norm(k)
+        return rotate(k, cos, sin), self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
 
 
 class SwiGLU(nn.Module):

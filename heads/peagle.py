@@ -18,26 +18,25 @@ from .target_tensors import TargetTensors
 
 @dataclass(frozen=True, kw_only=True)
 class PEagleConfig(Eagle3Config):
-    """An EAGLE-3 head's config, and the token that stands for an unknown one."""
+    """An EAGLE-3 head's config, and the token that stands for an unknown one; None until `fit` has chosen it."""
 
     network = "spectrain.heads.peagle:PEagleHead"
     objective = "spectrain.train.objectives.peagle:PEagleObjective"
     proposer = "spectrain.infer.proposers.peagle:PEagleProposer"
 
-    mask_token_id: int
+    mask_token_id: int | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.mask_token_id < self.vocab_size:
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise HeadError(
-                f"the mask token must be one of the target's {self.vocab_size}, found {self.mask_token_id}; change "
-                f"head.mask_token_id"
+                f"head.mask_token_id must be one of the target's {self.vocab_size} rows, found {self.mask_token_id}; "
+                f"choose one that no text uses, or null"
             )
 
     @classmethod
     def implied(cls, target: TargetFacts) -> dict[str, Any]:
-        """The last token by default: mask rows only need one and the same embedding, whatever it is."""
-        return {**super().implied(target), "mask_token_id": target.vocab_size - 1}
+        return {**super().implied(target), "mask_token_id": None}
 
     def serving_config(self) -> dict[str, Any]:
         """An EAGLE-3 config for `parallel_drafting: true`; without that option vLLM warns and drafts badly."""
@@ -52,6 +51,9 @@ class PEagleHead(Eagle3Head):
 
     def __init__(self, config: PEagleConfig) -> None:
         super().__init__(config)
+        if config.mask_token_id is None:
+            raise HeadError("later drafts need a mask token, found none; set head.mask_token_id to an id no text uses")
+        self.mask_token_id = config.mask_token_id
         self.mask_hidden = nan_parameter(1, len(config.layer_ids) * config.target.hidden_size)
 
     def mask_state(self, target: TargetTensors) -> Tensor:
@@ -60,7 +62,7 @@ class PEagleHead(Eagle3Head):
 
     def mask_embed(self, target: TargetTensors) -> Tensor:
         """The token embedding [hidden] of every such row."""
-        return target.embed_tokens[self.config.mask_token_id]
+        return target.embed_tokens[self.mask_token_id]
 
     def initialise(self, target: TargetTensors, generator: torch.Generator) -> None:
         """As EAGLE-3; the stand-in is drawn from N(0, 0.02)."""

@@ -10,9 +10,12 @@ from spectrain.commands.extract import extract
 from spectrain.commands.fit import fit
 from spectrain.tests.chats import PLAIN, word_tokenizer
 
+RECIPES = {
+    "eagle": ("objective.noise=0.001",),
+    "eagle3": ("head.draft_vocab_size=64", "objective.steps=3"),
+    "peagle": ("head.draft_vocab_size=64", "head.num_layers=2", "objective.steps=4"),
+}
 SETTINGS = (
-    "head.draft_vocab_size=64",
-    "objective.steps=3",
     "optimizer.lr=3e-3",
     "data.sequence_length=64",
     "data.batch_size=4",
@@ -44,22 +47,22 @@ def save_target(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
-def extract_and_fit(model: PreTrainedModel, folder: Path, *changes: str) -> Path:
+def extract_and_fit(model: PreTrainedModel, folder: Path, *changes: str, recipe: str = "eagle3") -> Path:
     """Runs `extract` and `fit` on random conversations in float32; returns the head folder."""
     target = save_target(model, folder / "target")
     extract(
         model=str(target),
         data=[write_chats(folder / "chats.jsonl")],
         out=folder / "shards",
-        recipe="eagle3",
+        recipe=recipe,
         device="cpu",
         dtype="float32",
     )
     fit(
-        recipe="eagle3",
+        recipe=recipe,
         shards=[folder / "shards"],
         out=folder / "head",
-        overrides=[*SETTINGS, *changes],
+        overrides=[*SETTINGS, *RECIPES[recipe], *changes],
         device="cpu",
     )
     return folder / "head"

@@ -16,7 +16,7 @@ from ..heads.resolve import resolve
 from ..recipes.loader import Recipe, RecipeError, build, check_fields
 from .objectives.base import Objective
 from .settings import DataSettings, OptimizerSettings, ServingSettings, StoppingSettings
-from .vocabulary import DraftVocabulary, choose_mask_token, forced_token_ids, select_draft_vocabulary
+from .vocabulary import DraftVocabulary, forced_token_ids, select_draft_vocabulary, spare_token_id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,6 @@ class Assembly:
     serving: ServingSettings
     allowed_packages: tuple[str, ...]
     model: ModelFolder | None  # what a fresh head starts from, where its config requires a model
-    notes: tuple[str, ...]  # decisions a user should hear of
 
     def network(self) -> DraftHead:
         """A head of this config, its parameters NaN."""
@@ -65,10 +64,7 @@ def assemble(
     start = None if model is None else ModelFolder(model)
     config = head_config(recipe, target_facts(shards), allowed, start)
     _check_start(recipe, config, start, shards)
-    notes: tuple[str, ...] = ()
-    if getattr(config, "mask_token_id", 0) is None:
-        config, note = _with_mask_token(config, shards)
-        notes = (note,)
+    config = _with_mask_token(config, shards)
     objective_class = resolve(config.objective, allowed)
     settings_class = typing.get_type_hints(objective_class.__init__)["settings"]
     objective_settings = build(settings_class, recipe.section("objective"), "objective")
@@ -83,7 +79,6 @@ def assemble(
         serving=build(ServingSettings, recipe.section("serving"), "serving"),
         allowed_packages=allowed,
         model=start,
-        notes=notes,
     )
     wanted = set(config.layer_ids) | ({config.target.num_layers} if config.requires_final_state else set())
     shards.layer_columns(sorted(wanted))
@@ -132,6 +127,15 @@ def draft_vocabulary(config: HeadConfig, shards: ShardSet) -> DraftVocabulary | 
     counts = shards.token_counts()
     forced = forced_token_ids(_tokenizer(shards.target_folder), _end_ids(shards.target_folder), counts)
     return select_draft_vocabulary(counts, config.draft_vocab_size, forced)
+
+
+def _with_mask_token(config: HeadConfig, shards: ShardSet) -> HeadConfig:
+    """The config with an unused id where it wants a mask token and the recipe names none."""
+    if getattr(config, "mask_token_id", 0) is not None:
+        return config
+    folder = shards.target_folder
+    spare = spare_token_id(_tokenizer(folder), _end_ids(folder), shards.token_counts())
+    return replace(config, **{"mask_token_id": spare})
 
 
 def coverage(head: DraftHead, shards: ShardSet) -> float:
@@ -192,13 +196,6 @@ def _check_start(recipe: Recipe, config: HeadConfig, model: ModelFolder | None, 
     if not config.requires_model:
         raise HeadError(f"recipe {recipe.name} starts from no model, found --model {model.name}; leave it out")
     check_same_tokens(_tokenizer(shards.target_folder), model.tokenizer(), ("the target of the shards", model.name))
-
-
-def _with_mask_token(config: Any, shards: ShardSet) -> tuple[HeadConfig, str]:
-    folder = shards.target_folder
-    tokenizer, ends = _tokenizer(folder), _end_ids(folder)
-    token_id, reason = choose_mask_token(tokenizer, shards.token_counts(), ends)
-    return replace(config, mask_token_id=token_id), f"mask token: id {token_id}, {reason}"
 
 
 def _tokenizer(folder: Path) -> Any:

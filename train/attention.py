@@ -6,7 +6,8 @@ its softmax, which needs only the first part's log-sum-exp. So no backend builds
 Where the steps of a row do not wait for each other (P-EAGLE) all of them run at once, over those rows that have any.
 """
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal, Protocol
@@ -210,3 +211,118 @@ def _compiled_flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)
+
+
+class BlockAttend:
+    """The trainer's `attend` for block drafters: a block sees the context before its anchor, and itself.
+
+    The block behind row t sees the context rows of its document up to t, and its own rows: all of them, or with
+    `causal` those up to each. A `window` counts rows back from each row, itself included; 0 is none.
+    """
+
+    def __init__(
+        self,
+        document_ids: Tensor,
+        rows: Tensor,
+        block_size: int,
+        context: Sequence[tuple[Tensor, Tensor]],
+        backend: AttentionBackend,
+        *,
+        causal: bool,
+        window: int,
+    ) -> None:
+        """`rows` [num_blocks] int64, ascending, in batch * seq; `context` keys and values [batch, seq, kv_heads,
+        head_dim] of each layer. `flex` needs CUDA."""
+        self._batch, self._seq = document_ids.shape
+        self._document_ids, self._context, self._causal, self._window = document_ids, context, causal, window
+        self._rows, self._size = rows, block_size
+        self._slots = torch.arange(block_size, device=rows.device)
+        self._flex = _FlexBlocks(self) if backend == "flex" and len(rows) else None
+        self._pieces = [] if self._flex else self._cut()
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [num_blocks, block, heads, head_dim], k and v with kv_heads; returns the shape of q."""
+        context_k, context_v = self._context[layer]
+        if self._flex is not None:
+            return self._flex(q, k, v, context_k, context_v)
+        own = self.own_mask(self._slots[:, None], self._slots)
+        outs = []
+        for blocks, line, end in self._pieces:
+            columns = torch.arange(end, device=q.device)
+            seen = self.context_mask(
+                line, self._rows[blocks, None, None] - line * self._seq, self._slots[:, None], columns
+            )
+            inputs = (q[blocks], k[blocks], v[blocks], context_k[line, :end], context_v[line, :end], seen, own)
+            outs.append(_recomputed(_attend_blocks, self._seq, *inputs))
+        return torch.cat(outs)
+
+    def context_mask(self, line: Tensor | int, row: Tensor, slot: Tensor, column: Tensor) -> Tensor:
+        """Whether slots of blocks behind `row` see context `column`, both within batch row `line`; broadcast."""
+        ids = self._document_ids
+        seen = (column <= row) & (ids[line, column] == ids[line, row.clamp(min=0)])
+        return seen & (row + 1 + slot - column < self._window) if self._window else seen
+
+    def own_mask(self, slot: Tensor, other: Tensor) -> Tensor:
+        """Whether a slot sees another one of its block."""
+        return other <= slot if self._causal else (other >= 0) & (slot >= 0)
+
+    def _cut(self) -> list[tuple[slice, int, int]]:
+        """Runs of blocks of one batch row, the batch row, and how many of its context rows they may see."""
+        rows, size = self._rows.tolist(), max(1, QUERY_BLOCK // self._size)
+        pieces, start = [], 0
+        for line in range(self._batch):
+            end = bisect_left(rows, (line + 1) * self._seq)
+            for first in range(start, end, size):
+                last = min(first + size, end)
+                pieces.append((slice(first, last), line, rows[last - 1] - line * self._seq + 1))
+            start = end
+        return pieces or [(slice(0, 0), 0, 0)]
+
+
+def _attend_blocks(
+    q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, seen: Tensor, own: Tensor
+) -> Tensor:
+    """seen [blocks, block, context] bool; own [block, block] bool."""
+    grouped = q.unflatten(2, (k.shape[2], -1))  # [blocks, block, kv_heads, group, head_dim]
+    before = torch.einsum("nbkgd,ckd->nkgbc", grouped, context_k).float().masked_fill(~seen[:, None, None], -torch.inf)
+    inside = torch.einsum("nbkgd,nskd->nkgbs", grouped, k).float().masked_fill(~own, -torch.inf)
+    shares = (torch.cat([before, inside], dim=-1) * q.shape[-1] ** -0.5).softmax(dim=-1).to(v.dtype)
+    before, inside = shares.split([before.shape[-1], inside.shape[-1]], dim=-1)
+    out = torch.einsum("nkgbc,ckd->nbkgd", before, context_v) + torch.einsum("nkgbs,nskd->nbkgd", inside, v)
+    return out.flatten(2, 3)
+
+
+class _FlexBlocks:
+    """Blocks of a batch row side by side behind its context, in few different widths: each is compiled for itself."""
+
+    def __init__(self, attend: BlockAttend) -> None:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        rows, size, seq, batch = attend._rows, attend._size, attend._seq, attend._batch
+        lines = rows // seq
+        counts = lines.bincount(minlength=batch)
+        width = 1 << max(int(counts.max()) - 1, 128 // size).bit_length()
+        place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[lines]
+        self._place = lines * width + place  # [num_blocks]
+        self._blocks = torch.zeros(batch * width, dtype=torch.int64, device=rows.device)
+        self._blocks[self._place] = torch.arange(len(rows), device=rows.device)
+        columns = torch.full((batch * width,), -1, device=rows.device)
+        columns[self._place] = rows % seq
+        columns = columns.view(batch, width)
+
+        def sees(b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            block, slot, other = query // size, query % size, key - seq
+            before = attend.context_mask(b, columns[b, block], slot, key.clamp(max=seq - 1))
+            inside = (other // size == block) & attend.own_mask(slot, other % size)
+            return torch.where(key < seq, before, inside)
+
+        queries = width * size
+        self._mask = create_block_mask(sees, batch, None, queries, seq + queries, device=str(rows.device))
+        self._shape = batch, width
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor) -> Tensor:
+        q, k, v = (x[self._blocks].unflatten(0, self._shape).flatten(1, 2) for x in (q, k, v))
+        k, v = torch.cat([context_k, k], dim=1), torch.cat([context_v, v], dim=1)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = _compiled_flex()(q, k, v, block_mask=self._mask, enable_gqa=True).transpose(1, 2)
+        return out.unflatten(1, (self._shape[1], -1)).flatten(0, 1)[self._place]

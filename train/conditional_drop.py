@@ -6,9 +6,8 @@ A row of step d attends to the same row's earlier steps, so what is kept at one 
 import torch
 from torch import Tensor
 
-from ..kernels.noise import noise_keys, uniforms
-from .alignment import document_line
 from .batch import TrainBatch
+from .draws import rank_in_documents
 
 DROP_STREAM = 102
 
@@ -19,20 +18,8 @@ def drop_rows(valid: Tensor, batch: TrainBatch, retention: float, min_retention:
     Of a document's n rows at step 0, step d keeps int(n * max(retention^d, min_retention)), of these the valid ones.
     The draw is a function of document, epoch and position, whatever the batch.
     """
-    assert batch.document_seeds is not None, "what is drawn needs batch.document_seeds"
-    first = valid[0].flatten()
-    keys = noise_keys(batch.document_seeds, batch.positions, DROP_STREAM).flatten()
-    draws = uniforms(keys, torch.zeros_like(keys), torch.float64)
-    documents = torch.where(first, document_line(batch.document_ids), -1)
-    order = draws.argsort()
-    order = order[documents[order].argsort(stable=True)]
-    grouped = documents[order]
-    begins, ends = (torch.searchsorted(grouped, grouped, right=right) for right in (False, True))
-    ranks, sizes = torch.empty_like(order), torch.empty_like(order)
-    ranks[order] = torch.arange(len(order), device=keys.device) - begins
-    sizes[order] = ends - begins
-    shares = torch.tensor(
-        [max(retention**d, min_retention) for d in range(len(valid))], dtype=torch.float64, device=keys.device
-    )
-    counts = (sizes.double() * shares[:, None]).long()
-    return valid & (ranks < counts).view_as(valid)
+    ranks, sizes = rank_in_documents(valid[0], batch, DROP_STREAM)
+    shares = [max(retention**step, min_retention) for step in range(len(valid))]
+    # in float64 the product is the one that Python rounds down
+    shares = torch.tensor(shares, dtype=torch.float64, device=valid.device).view(-1, 1, 1)
+    return valid & (ranks < (sizes.double() * shares).long())

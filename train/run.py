@@ -78,8 +78,10 @@ def fit(request: FitRequest, listener: Listener) -> FitReport:
     assembly = assemble(request.recipe, shards, request.allowed_packages, request.model)
     accelerator = launch.start(request.device)
     speaker = listener if accelerator.is_main_process else _Silent()
-    for note in (launch.describe(accelerator), *assembly.notes):
-        speaker.note(note)
+    speaker.note(launch.describe(accelerator))
+    mask_token_id = getattr(assembly.config, "mask_token_id", None)
+    if mask_token_id is not None and request.recipe.section("head").get("mask_token_id") is None:
+        speaker.note(f"the mask token is id {mask_token_id}")
 
     run = request.out / "run"
     checkpoints = CheckpointFolder(run / "checkpoints")

@@ -69,25 +69,23 @@ def forced_token_ids(tokenizer: Any, end_ids: Iterable[int], counts: Tensor) -> 
     return forced
 
 
-def choose_mask_token(tokenizer: Any, counts: Tensor, end_ids: Iterable[int]) -> tuple[int, str]:
-    """An id of `counts` [vocab] int64 that no text uses, and in words what it is.
+def spare_token_id(tokenizer: Any, end_ids: Iterable[int], counts: Tensor) -> int:
+    """An id to stand for tokens that are not known yet: one that drafted text, `counts` [vocab] int64, never uses.
 
-    The tokenizer's own mask token; else a row behind the tokenizer's last token; else a special token that neither ends
-    a text nor occurs in the chat template or among supervised tokens. Raises VocabularyError where there is none.
+    In this order: the tokenizer's mask token, the first row beyond the tokenizer, a special token that neither text nor
+    template uses, any other unused id; of several the last. Raises VocabularyError where none is left.
     """
-    advice = "set head.mask_token_id to an id that no text uses"
-    if tokenizer is None:
-        raise VocabularyError(f"a mask token is chosen by the target's tokenizer, found none in the shards; {advice}")
-    vocab, tokens = len(counts), {i: token for token, i in tokenizer.get_vocab().items()}
-    own = tokenizer.mask_token_id
-    if own is not None and own < vocab:
-        return own, f"the tokenizer's own {tokens[own]!r}"
-    behind = max(tokens) + 1
-    if behind < vocab:
-        return behind, "behind the tokenizer's last token"
-    template = str(tokenizer.chat_template or "")
-    named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id, *end_ids}
-    for i, added in sorted(tokenizer.added_tokens_decoder.items()):
-        if i < vocab and i not in named and added.special and str(added) not in template and counts[i] == 0:
-            return i, f"the special token {str(added)!r}, which neither template nor supervised text uses"
-    raise VocabularyError(f"expected an id that no text uses, found none in the target's {vocab}; {advice}")
+    vocab = len(counts)
+    used = {int(i) for i in counts.nonzero()} | set(end_ids)
+    candidates: list[int] = []
+    if tokenizer is not None:
+        template = str(getattr(tokenizer, "chat_template", None) or "")
+        specials = tokenizer.added_tokens_decoder.items()
+        candidates += [] if tokenizer.mask_token_id is None else [tokenizer.mask_token_id]
+        candidates += [len(tokenizer)]
+        candidates += sorted((i for i, token in specials if token.special and str(token) not in template), reverse=True)
+    candidates += range(vocab - 1, -1, -1)
+    spare = next((i for i in candidates if i < vocab and i not in used), None)
+    if spare is None:
+        raise VocabularyError("expected an id that no text uses for the mask token, found none; set head.mask_token_id")
+    return spare

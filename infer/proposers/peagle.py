@@ -35,9 +35,7 @@ class PEagleProposer(FeatureProposer):
 
     def observe(self, rows: ObservedRows) -> None:
         assert rows.states is not None and self._planes is not None and self._pending is not None
-        both = append_rows(
-            rows, max(self.num_draft_tokens - 1, 0), self._planes.block_size, self.head.config.mask_token_id
-        )
+        both = append_rows(rows, max(self.num_draft_tokens - 1, 0), self._planes.block_size, self.head.mask_token_id)
         embeds = self.head.embed(rows.next_token_ids, self.target)
         states = self.head.combine(rows.states.to(embeds.dtype), self.target)
         masks = both.appended[:, None]
