@@ -86,7 +86,8 @@ class DraftModelConfig(DecoderConfig):
         if "source_layers" in wanted:
             wanted.setdefault("num_layers", len(wanted["source_layers"]))
         wanted.setdefault("num_layers", max(1, model.num_layers // SHARE_OF_LAYERS) if own else model.num_layers)
-        wanted.setdefault("source_layers", spread_layers(model.num_layers, wanted["num_layers"]))
+        if "source_layers" not in wanted:
+            wanted["source_layers"] = spread_layers(model.num_layers, wanted["num_layers"])
         vocabulary = {"vocab_size": target.vocab_size, "draft_vocab_size": target.vocab_size}
         own_fields = {"layer_ids": (), "family": family, "tie_word_embeddings": False}
         return {**cls.implied(model), **vocabulary, **own_fields, **wanted}
