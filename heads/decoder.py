@@ -2,19 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from .base import Attend, DraftHead, HeadConfig, HeadError, TargetFacts
 from .layers import Attention, RMSNorm, SwiGLU
-from .target_tensors import TargetTensors
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(HeadConfig):
     """The shape of a head's decoder layers."""
+
+    shares_embeddings: ClassVar[bool] = True
+    """Whether token embeddings are the target's, so that the head must have its width."""
 
     hidden_size: int
     intermediate_size: int
@@ -28,7 +30,7 @@ class DecoderConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hidden_size != self.target.hidden_size:
+        if self.shares_embeddings and self.hidden_size != self.target.hidden_size:
             raise HeadError(
                 f"the head shares the target's embeddings, so head.hidden_size must be {self.target.hidden_size}, "
                 f"found {self.hidden_size}"
@@ -86,47 +88,48 @@ class DecoderHead(DraftHead):
 
     config: DecoderConfig
 
-    def embed(self, token_ids: Tensor, target: TargetTensors) -> Tensor:
-        return nn.functional.embedding(token_ids, target.embed_tokens)
-
     @property
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
 
 
-class DecoderLayer(nn.Module):
-    """An ordinary pre-norm decoder layer; `input_norm=False` leaves out the norm before attention."""
+class LayerParts(nn.Module):
+    """What every decoder layer is made of behind the input of its attention, `input_size` wide."""
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        layer: int,
-        *,
-        qk_norm: bool,
-        input_norm: bool = True,
-        input_size: int | None = None,
+        self, config: DecoderConfig, layer: int, input_size: int, *, qk_norm: bool, qkv_bias: bool = False
     ) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.has_input_norm = input_norm
-        if input_norm:
-            self.input_layernorm = RMSNorm(hidden, eps)
         self.self_attn = Attention(
             layer,
-            input_size or hidden,
+            input_size,
             hidden,
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
             eps if qk_norm else None,
+            qkv_bias,
         )
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = SwiGLU(hidden, config.intermediate_size)
 
-    def forward(self, states: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        return self.mix(states, self.input_layernorm(states) if self.has_input_norm else states, cos, sin, attend)
-
     def mix(self, residual: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """Attention over `x`, then the MLP, both added to `residual` [..., hidden]."""
+        """Attention over `x` [..., input_size], then the MLP, both added to `residual` [..., hidden]."""
         states = residual + self.self_attn(x, cos, sin, attend)
         return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class DecoderLayer(LayerParts):
+    """An ordinary pre-norm decoder layer; `input_norm=False` leaves out the norm before attention."""
+
+    def __init__(
+        self, config: DecoderConfig, layer: int, *, qk_norm: bool, qkv_bias: bool = False, input_norm: bool = True
+    ) -> None:
+        super().__init__(config, layer, config.hidden_size, qk_norm=qk_norm, qkv_bias=qkv_bias)
+        self.has_input_norm = input_norm
+        if input_norm:
+            self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, states: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        return self.mix(states, self.input_layernorm(states) if self.has_input_norm else states, cos, sin, attend)

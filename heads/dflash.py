@@ -148,13 +148,13 @@ class DFlashHead(DecoderHead):
             states = layer(states, cos, sin, attend)
         return self.norm(states)
 
-    def context(self, aux_states: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def context(self, aux_states: Tensor, positions: Tensor, target: TargetTensors) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [..., kv_heads, head_dim] of each layer for context rows.
 
         aux_states [..., num_layer_ids, target_hidden]; positions [...] int64, those of the states' own tokens.
         """
         cos, sin = self.rotary(positions)
-        combined = self.combine(aux_states)
+        combined = self.combine(aux_states, target)
         return [cast(DecoderLayer, layer).self_attn.keys_values(combined, cos, sin) for layer in self.layers]
 
     def block_ids(self, anchors: Tensor, size: int) -> Tensor:
@@ -162,7 +162,7 @@ class DFlashHead(DecoderHead):
         masks = torch.full_like(anchors[..., None], self.mask_token_id)
         return torch.cat([anchors[..., None], masks.expand(*anchors.shape, size - 1)], dim=-1)
 
-    def combine(self, aux_states: Tensor) -> Tensor:
+    def combine(self, aux_states: Tensor, target: TargetTensors) -> Tensor:
         return self.hidden_norm(self.fc(aux_states.flatten(-2)))
 
     def output_weight(self, target: TargetTensors) -> Tensor:

@@ -1,7 +1,6 @@
 """The real loop on a tiny target: `from spectrain.tests.loop import extract_and_fit`."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,9 +10,13 @@ from spectrain.commands.extract import extract
 from spectrain.commands.fit import fit
 from spectrain.tests.chats import PLAIN, word_tokenizer
 
+RECIPES = {
+    "dflash": ("head.num_layers=2", "head.block_size=6"),
+    "eagle": ("objective.noise=0.001",),
+    "eagle3": ("head.draft_vocab_size=64", "objective.steps=3"),
+    "peagle": ("head.draft_vocab_size=64", "head.num_layers=2", "objective.steps=4"),
+}
 SETTINGS = (
-    "head.draft_vocab_size=64",
-    "objective.steps=3",
     "optimizer.lr=3e-3",
     "data.sequence_length=64",
     "data.batch_size=4",
@@ -45,9 +48,7 @@ def save_target(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
-def extract_and_fit(
-    model: PreTrainedModel, folder: Path, *changes: str, recipe: str = "eagle3", settings: Sequence[str] = SETTINGS
-) -> Path:
+def extract_and_fit(model: PreTrainedModel, folder: Path, *changes: str, recipe: str = "eagle3") -> Path:
     """Runs `extract` and `fit` on random conversations in float32; returns the head folder."""
     target = save_target(model, folder / "target")
     extract(
@@ -62,7 +63,7 @@ def extract_and_fit(
         recipe=recipe,
         shards=[folder / "shards"],
         out=folder / "head",
-        overrides=[*settings, *changes],
+        overrides=[*SETTINGS, *RECIPES[recipe], *changes],
         device="cpu",
     )
     return folder / "head"

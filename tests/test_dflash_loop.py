@@ -21,16 +21,6 @@ from spectrain.tests.train.runs import run
 from spectrain.train.batch import TrainBatch
 from spectrain.train.objectives.dflash import DFlashObjective, DFlashSettings
 
-SMALL = (
-    "head.num_layers=2",
-    "head.block_size=6",
-    "optimizer.lr=3e-3",
-    "data.sequence_length=64",
-    "data.batch_size=4",
-    "stopping.epochs=2",
-    "stopping.eval_every=50",
-    "stopping.save_every=50",
-)
 VARIANTS = {
     "as published": (),
     "every flag": ("head.sample_from_anchor=true", "head.causal=true", "head.sliding_window=7"),
@@ -72,7 +62,7 @@ def trainer_logits(head: DFlashHead, target: Target, text: list[int]) -> torch.T
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_draft_logit_of_the_engine_is_the_trainers(variant: str, tmp_path: Path) -> None:
     model = rand_llama(max_position_embeddings=128)
-    folder = extract_and_fit(model, tmp_path, *VARIANTS[variant], recipe="dflash", settings=SMALL)
+    folder = extract_and_fit(model, tmp_path, *VARIANTS[variant], recipe="dflash")
     head = load_head(folder, dtype=torch.float32).head
     assert isinstance(head, DFlashHead)
     # the tokenizer ends before the target's 97 rows do, and the first row beyond it stands for unknown tokens

@@ -11,6 +11,7 @@ import torch
 
 from ..extract.shards import ShardError, ShardSet
 from ..heads.base import DraftHead, HeadConfig, HeadError, TargetFacts
+from ..heads.model_folder import ModelFolder, check_same_tokens
 from ..heads.resolve import resolve
 from ..recipes.loader import Recipe, RecipeError, build, check_fields
 from .objectives.base import Objective
@@ -31,6 +32,7 @@ class Assembly:
     stopping: StoppingSettings
     serving: ServingSettings
     allowed_packages: tuple[str, ...]
+    model: ModelFolder | None  # what a fresh head starts from, where its config requires a model
 
     def network(self) -> DraftHead:
         """A head of this config, its parameters NaN."""
@@ -51,10 +53,18 @@ class Assembly:
         return json.loads(json.dumps(parts))
 
 
-def assemble(recipe: Recipe, shards: ShardSet, allowed_packages: Collection[str] = ()) -> Assembly:
-    """Validates every section against its owner; raises a ValueError naming the key, the file or the class."""
+def assemble(
+    recipe: Recipe, shards: ShardSet, allowed_packages: Collection[str] = (), model: str | Path | None = None
+) -> Assembly:
+    """Validates every section against its owner; raises a ValueError naming the key, the file or the class.
+
+    `model` is what a head starts from whose config requires one.
+    """
     allowed = (*allowed_packages, *_own_packages(recipe))
-    config = _with_mask_token(head_config(recipe, target_facts(shards), allowed), shards)
+    start = None if model is None else ModelFolder(model)
+    config = head_config(recipe, target_facts(shards), allowed, start)
+    _check_start(recipe, config, start, shards)
+    config = _with_mask_token(config, shards)
     objective_class = resolve(config.objective, allowed)
     settings_class = typing.get_type_hints(objective_class.__init__)["settings"]
     objective_settings = build(settings_class, recipe.section("objective"), "objective")
@@ -68,6 +78,7 @@ def assemble(recipe: Recipe, shards: ShardSet, allowed_packages: Collection[str]
         stopping=build(StoppingSettings, recipe.section("stopping"), "stopping"),
         serving=build(ServingSettings, recipe.section("serving"), "serving"),
         allowed_packages=allowed,
+        model=start,
     )
     wanted = set(config.layer_ids) | ({config.target.num_layers} if config.requires_final_state else set())
     shards.layer_columns(sorted(wanted))
@@ -103,6 +114,8 @@ def new_head(assembly: Assembly, shards: ShardSet) -> DraftHead:
     if vocabulary is not None:
         head.set_draft_vocab(vocabulary.token_ids)
     head.initialise(shards.target_tensors(), torch.Generator().manual_seed(assembly.data.seed))
+    if assembly.model is not None:
+        head.start_from(assembly.model)
     head.assert_filled()
     return head
 
@@ -150,8 +163,13 @@ def _own_packages(recipe: Recipe) -> tuple[str, ...]:
     return (named.partition(":")[0].split(".")[0],) if isinstance(named, str) else ()
 
 
-def head_config(recipe: Recipe, facts: TargetFacts, allowed: Collection[str]) -> HeadConfig:
-    """The config a recipe's `head` section derives for a target; classes outside spectrain only from `allowed`."""
+def head_config(
+    recipe: Recipe, facts: TargetFacts, allowed: Collection[str], model: ModelFolder | None = None
+) -> HeadConfig:
+    """The config a recipe's `head` section derives for a target, and for the model the head starts from.
+
+    Classes outside spectrain only from the packages `allowed`.
+    """
     settings = dict(recipe.section("head"))
     named = settings.pop("config", None)
     if not isinstance(named, str):
@@ -161,7 +179,23 @@ def head_config(recipe: Recipe, facts: TargetFacts, allowed: Collection[str]) ->
         raise HeadError(f"head.config must name a HeadConfig, {named!r} is none")
     names = [field.name for field in fields(config_class) if field.name not in ("target", "vocab_size")]
     given = {key: value for key, value in settings.items() if value is not None or key not in names}
-    return config_class.derive(facts, check_fields(config_class, given, "head", names))
+    checked = check_fields(config_class, given, "head", names)
+    if model is None or not config_class.requires_model:
+        return config_class.derive(facts, checked)
+    return config_class.derive_from(facts, checked, model)
+
+
+def _check_start(recipe: Recipe, config: HeadConfig, model: ModelFolder | None, shards: ShardSet) -> None:
+    if config.requires_model and model is None:
+        raise HeadError(
+            f"recipe {recipe.name} starts from layers of a model, found no --model; give the target, or a smaller "
+            f"model of its tokenizer"
+        )
+    if model is None:
+        return
+    if not config.requires_model:
+        raise HeadError(f"recipe {recipe.name} starts from no model, found --model {model.name}; leave it out")
+    check_same_tokens(_tokenizer(shards.target_folder), model.tokenizer(), ("the target of the shards", model.name))
 
 
 def _tokenizer(folder: Path) -> Any:

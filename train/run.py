@@ -56,6 +56,7 @@ class FitRequest:
     device: str = "auto"
     dtype: str = "auto"
     allowed_packages: tuple[str, ...] = ()
+    model: str | None = None  # what a head starts from whose recipe asks for a model
     command: tuple[str, ...] = ()
 
 
@@ -74,7 +75,7 @@ def fit(request: FitRequest, listener: Listener) -> FitReport:
     if request.dtype not in ("auto", *DTYPES):
         raise ValueError(f"--dtype must be auto, float32 or bfloat16 (of the computation), found {request.dtype!r}")
     shards = ShardSet.open(request.shards)
-    assembly = assemble(request.recipe, shards, request.allowed_packages)
+    assembly = assemble(request.recipe, shards, request.allowed_packages, request.model)
     accelerator = launch.start(request.device)
     speaker = listener if accelerator.is_main_process else _Silent()
     speaker.note(launch.describe(accelerator))
@@ -237,6 +238,7 @@ def _export(
             "serving": asdict(assembly.serving),
             "objective": asdict(assembly.objective_settings),
             "shards": _provenance(shards),
+            "started_from": None if assembly.model is None else without_paths([assembly.model.name])[0],
             "draft_vocabulary": {"size": assembly.config.draft_vocab_size, "coverage": covered},
             "metrics": {
                 "steps": result.step,

@@ -1,4 +1,4 @@
-"""The draft vocabulary: which target ids a head can propose.
+"""The draft vocabulary: which target ids a head can propose, and which id stands for a token not known yet.
 
 Counted over supervised tokens only, because a drafter never has to propose prompt tokens. Built once when a head is
 created; a resumed or warm-started head keeps the map it was trained with.

@@ -51,7 +51,7 @@ class DFlashProposer(Proposer):
 
     def observe(self, rows: ObservedRows) -> None:
         assert rows.states is not None and self._planes is not None
-        context = self.head.context(rows.states.to(self.head.dtype), rows.batch.positions)
+        context = self.head.context(rows.states.to(self.head.dtype), rows.batch.positions, self.target)
         for name, (k, v) in zip(self.plane_names, context, strict=True):
             plane = self._planes[name]
             store_kv(k, v, plane.k, plane.v, rows.batch.slot_mapping)

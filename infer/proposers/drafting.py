@@ -1,4 +1,4 @@
-"""From draft logits to drafts: how tokens are drawn, and how the steps of a chain become one record."""
+"""The steps of a draft chain: the row each computes, how its token is drawn, and how all become one record."""
 
 from typing import Literal
 
@@ -7,9 +7,28 @@ from torch import Tensor
 
 from ...kernels.dispatch import sample
 from ...kernels.records import Stream
+from ..batch import PackedBatch
 from .base import Drafts, DraftStep
 
 DraftSampling = Literal["greedy", "probabilistic"]
+
+
+def chain_rows(step: DraftStep, token_ids: Tensor, positions: Tensor, live: Tensor, block_size: int) -> PackedBatch:
+    """One row a request, at `positions` [batch] of its own blocks; those not `live` go to the padding block."""
+    batch, device = token_ids.shape[0], token_ids.device
+    positions = torch.where(live, positions, 0)
+    block = step.block_tables.gather(1, (positions // block_size)[:, None])[:, 0].long()
+    return PackedBatch(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=torch.where(live, block * block_size + positions % block_size, 0),
+        cu_seqlens=torch.arange(batch + 1, device=device, dtype=torch.int32),
+        seq_lens=(positions + 1).to(torch.int32),
+        block_tables=step.block_tables,
+        logits_rows=torch.arange(batch, device=device),
+        max_query_len=1,
+        max_seq_len=int(step.block_tables.shape[1]) * block_size,
+    )
 
 
 def draw(

@@ -76,8 +76,10 @@ def test_cycle_is_drafted_to_the_end(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("by", "loss"), [(-1, "ce"), (1, "kl"), (1, "ce")])
 def test_cycle_with_labels_one_off_accepts_nothing(by: int, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alignment, "label_tokens", lambda batch, step: (LABEL_TOKENS(batch, step) + by) % CYCLE)
-    monkeypatch.setattr(alignment, "soft_label_rows", lambda rows, steps: LABEL_ROWS(rows, steps) + by)
+    monkeypatch.setattr(
+        alignment, "label_tokens", lambda batch, step, ahead: (LABEL_TOKENS(batch, step, ahead) + by) % CYCLE
+    )
+    monkeypatch.setattr(alignment, "soft_label_rows", lambda rows, steps, ahead: LABEL_ROWS(rows, steps, ahead) + by)
     documents = [d._replace(loss_mask=torch.arange(10) < 9) for d in cycle_documents(10)]
     head, target, _ = fit(documents, CYCLE, 60, loss=loss)
     assert acceptance_length(head, target, cycle_documents(9)) == 1
@@ -202,7 +204,7 @@ def test_an_unshifted_anchor_stops_at_the_entropy_one_token_further(monkeypatch:
 
 
 def test_a_label_one_ahead_stops_at_the_entropy_one_token_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alignment, "soft_label_rows", lambda rows, steps: LABEL_ROWS(rows, steps) + 1)
+    monkeypatch.setattr(alignment, "soft_label_rows", lambda rows, steps, ahead: LABEL_ROWS(rows, steps, ahead) + 1)
     assert cross_entropy(learn_chain(3), 0) == pytest.approx(0.945307, abs=3e-3)
 
 

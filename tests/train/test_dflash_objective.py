@@ -300,7 +300,7 @@ def test_a_batch_without_seeds_is_refused() -> None:
     head = block_head(config, target)
     batch = pack([[random_document(9, 16, 16, torch.Generator().manual_seed(0))]], target, 3)
     with pytest.raises(ValueError, match="without document_seeds"):
-        DFlashObjective(config, DFlashSettings()).count(head, batch)
+        DFlashObjective(config, DFlashSettings()).count(head, batch._replace(document_seeds=None))
 
 
 @pytest.mark.parametrize("weights", ["decay", "dpace"])

@@ -83,7 +83,7 @@ def test_cycle_is_drafted_to_the_end():
 
 @pytest.mark.parametrize("by", [-1, 1])
 def test_cycle_with_labels_one_off_accepts_nothing(by: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(alignment, "soft_label_rows", lambda rows, steps: LABEL_ROWS(rows, steps) + by)
+    monkeypatch.setattr(alignment, "soft_label_rows", lambda *where: LABEL_ROWS(*where) + by)
     documents = cycle_documents(9)
     masked = [d._replace(loss_mask=torch.arange(10) < 9) for d in cycle_documents(10)]
     head, target, _ = fit(masked, CYCLE, steps=60)
@@ -107,7 +107,7 @@ def test_fibonacci_needs_token_state_and_own_history():
 
 
 def test_fibonacci_with_labels_one_ahead_accepts_nothing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(alignment, "soft_label_rows", lambda rows, steps: LABEL_ROWS(rows, steps) + 1)
+    monkeypatch.setattr(alignment, "soft_label_rows", lambda *where: LABEL_ROWS(*where) + 1)
     documents = fibonacci_documents(FIB_LENGTH)
     masked = [d._replace(loss_mask=torch.arange(FIB_LENGTH) < FIB_LENGTH - 1) for d in documents]
     head, target, _ = fit(masked, FIB, FIB_STEPS)
@@ -174,7 +174,7 @@ def test_unshifted_token_stops_at_the_entropy_two_tokens_away(monkeypatch: pytes
 
 
 def test_label_one_ahead_stops_at_the_entropy_two_tokens_away(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(alignment, "soft_label_rows", lambda rows, steps: LABEL_ROWS(rows, steps) + 1)
+    monkeypatch.setattr(alignment, "soft_label_rows", lambda *where: LABEL_ROWS(*where) + 1)
     assert cross_entropy(learn_chain(1, blank_states(mk_windows(3, 8)), 150)) == pytest.approx(0.945307, abs=2e-3)
 
 

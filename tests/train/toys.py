@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from spectrain.heads.base import DraftHead, TargetFacts
+from spectrain.heads.eagle import EagleConfig, EagleHead
 from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head
+from spectrain.heads.peagle import PEagleConfig, PEagleHead
 from spectrain.heads.target_tensors import FinalNorm, TargetTensors
 from spectrain.train.batch import TrainBatch
 from spectrain.train.objectives.base import LossOutput, Objective
@@ -26,8 +28,8 @@ class Document(NamedTuple):
     final: Tensor  # [tokens, hidden]
 
 
-def tiny_config(vocab: int = 16, hidden: int = 16, layers: int = 3, **settings: object) -> Eagle3Config:
-    facts = TargetFacts(
+def tiny_facts(vocab: int = 16, hidden: int = 16) -> TargetFacts:
+    return TargetFacts(
         model_type="llama",
         hidden_size=hidden,
         intermediate_size=2 * hidden,
@@ -40,7 +42,20 @@ def tiny_config(vocab: int = 16, hidden: int = 16, layers: int = 3, **settings: 
         max_position_embeddings=128,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
-    return Eagle3Config.derive(facts, {"layer_ids": tuple(range(2, 2 + layers)), **settings})
+
+
+def tiny_config(vocab: int = 16, hidden: int = 16, layers: int = 3, **settings: object) -> Eagle3Config:
+    return Eagle3Config.derive(tiny_facts(vocab, hidden), {"layer_ids": tuple(range(2, 2 + layers)), **settings})
+
+
+def tiny_eagle_config(vocab: int = 16, hidden: int = 16, **settings: object) -> EagleConfig:
+    return EagleConfig.derive(tiny_facts(vocab, hidden), settings)
+
+
+def tiny_peagle_config(vocab: int = 16, hidden: int = 16, layers: int = 3, **settings: object) -> PEagleConfig:
+    ids = tuple(range(2, 2 + layers))
+    facts = tiny_facts(vocab, hidden)
+    return PEagleConfig.derive(facts, {"layer_ids": ids, "mask_token_id": vocab - 1, **settings})
 
 
 def random_target(vocab: int, hidden: int, seed: int = 0) -> TargetTensors:
@@ -68,16 +83,34 @@ def make_head(config: Eagle3Config, target: TargetTensors, seed: int = 0, random
     if config.draft_vocab_size < config.vocab_size:
         chosen = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size]
         head.set_draft_vocab(chosen.sort().values)
+    enliven(head, target, generator, random_norms)
+    return head
+
+
+def make_eagle(config: EagleConfig, target: TargetTensors, seed: int = 0, random_norms: bool = False) -> EagleHead:
+    head = EagleHead(config)
+    enliven(head, target, torch.Generator().manual_seed(seed), random_norms)
+    return head
+
+
+def make_peagle(config: PEagleConfig, target: TargetTensors, seed: int = 0, random_norms: bool = False) -> PEagleHead:
+    head = PEagleHead(config)
+    if config.draft_vocab_size < config.vocab_size:
+        head.set_draft_vocab(torch.arange(config.vocab_size - config.draft_vocab_size, config.vocab_size))
+    enliven(head, target, torch.Generator().manual_seed(seed), random_norms)
+    return head
+
+
+def enliven(head: DraftHead, target: TargetTensors, generator: torch.Generator, random_norms: bool) -> None:
+    """Initialises a head with weights so large that every path matters."""
     head.initialise(target, generator)
     with torch.no_grad():
-        for name, parameter in head.named_parameters():
+        for parameter in head.parameters():
             if parameter.dim() == 1 and random_norms:
                 parameter.copy_(torch.rand(parameter.shape, generator=generator) * 2 + 0.1)
-            elif parameter.dim() == 2:  # large enough for every path to matter
-                scale = parameter.shape[1] ** -0.5
+            elif parameter.dim() == 2:
+                scale = 1.0 if len(parameter) == 1 else parameter.shape[1] ** -0.5
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-            assert name
-    return head
 
 
 def random_document(
@@ -104,6 +137,11 @@ def onehot_document(token_ids: Tensor, contexts: Tensor, hidden: int, layers: in
     )
 
 
+def on_final(document: Document) -> Document:
+    """The document for a head whose only aux state is the last one."""
+    return document._replace(aux=document.final[:, None])
+
+
 def pack(rows: list[list[Document]], target: TargetTensors, num_terms: int, seq: int | None = None) -> TrainBatch:
     """Documents laid end to end in rows of `seq`; positions restart, padding is zero."""
     seq = seq or max(sum(len(d.token_ids) for d in row) for row in rows)
@@ -127,7 +165,8 @@ def pack(rows: list[list[Document]], target: TargetTensors, num_terms: int, seq:
             used = torch.cat([document.loss_mask[1:], torch.tensor([False])])
             tops[b, span] = torch.where(used, target.logits(document.final).argmax(-1), -1)
             start, number = span.stop, number + 1
-    return TrainBatch(token_ids, positions, document_ids, loss_mask, tops, aux, final, torch.ones(num_terms))
+    denominators, seeds = torch.ones(num_terms), document_ids.long() + 1
+    return TrainBatch(token_ids, positions, document_ids, loss_mask, tops, aux, final, denominators, seeds)
 
 
 def counted(objective: Objective, head: DraftHead, batch: TrainBatch) -> TrainBatch:

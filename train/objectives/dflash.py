@@ -26,6 +26,7 @@ from ..batch import TrainBatch
 from ..draws import rank_in_documents
 from ..losses import LossKind, LossRows, LossSettings, label_probs, soft_linear_loss
 from .base import LossOutput, Objective
+from .rollout import SupervisedRows, soft_labels
 from .supervision import Supervision, step_metrics, supervise
 
 ANCHOR_STREAM = 103
@@ -74,15 +75,12 @@ class DFlashObjective(Objective):
         Raises ValueError without `final_states`. A batch without supervised rows gives 0, and zero gradients for every
         trainable parameter.
         """
-        if batch.final_states is None:
-            raise ValueError(
-                "dflash needs the target's last state for its soft labels, found shards without id L; extract again"
-            )
         supervision = self._supervise(head, batch)
-        drafts, rows = supervision.weights.nonzero(as_tuple=True)
+        found = SupervisedRows.of(supervision)
+        drafts, rows = found.steps, found.rows
         starts, blocks = rows.unique(return_inverse=True)
         states = self.draft(head, target, batch, starts)[blocks, drafts + self.config.first_draft_slot]
-        label_rows, targets = alignment.soft_label_rows(rows, drafts).unique(return_inverse=True)
+        soft = soft_labels(target, batch, found, states.dtype)
         labels = supervision.labels[drafts, rows]
         weight = head.output_weight(target)
         denominators = batch.denominators.to(drafts.device)
@@ -93,10 +91,10 @@ class DFlashObjective(Objective):
             decay = torch.exp(-torch.arange(self.num_terms, device=drafts.device) / self.settings.slot_decay)
             weights = (decay / (decay * denominators).sum())[drafts]
         losses = soft_linear_loss(
-            LossRows(states=states, weights=weights, terms=drafts, targets=targets, labels=labels),
+            LossRows(states=states, weights=weights, terms=drafts, targets=soft.of_row, labels=labels),
             weight,
             target,
-            target.norm(batch.final_states.flatten(0, 1)[label_rows].to(states.dtype)),
+            soft.normed,
             None,
             self.settings,
         )
@@ -110,7 +108,7 @@ class DFlashObjective(Objective):
             batch.document_ids,
             rows,
             self.config.block_size,
-            head.context(batch.aux_states.to(head.dtype), batch.positions),
+            head.context(batch.aux_states.to(head.dtype), batch.positions, target),
             backend,
             causal=self.config.causal,
             window=self.config.sliding_window or 0,

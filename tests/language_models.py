@@ -1,0 +1,69 @@
+"""Draft models of tiny targets: `from spectrain.tests.language_models import random_draft_model`."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from spectrain.heads.base import TargetFacts
+from spectrain.heads.draft_model import DraftModel, DraftModelConfig
+from spectrain.heads.folder import save_head
+from spectrain.heads.pard import Pard, PardConfig
+from spectrain.heads.target_tensors import FinalNorm, TargetTensors
+
+MASK = 96
+SHAPE = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+}
+
+
+def no_target(facts: TargetFacts) -> TargetTensors:
+    """Target tensors of another width than the draft model's, so that it takes nothing from them."""
+    rows = torch.zeros(facts.vocab_size, facts.hidden_size)
+    return TargetTensors(rows, rows, None, FinalNorm("none", None, None, 0.0))
+
+
+@torch.no_grad()
+def random_draft_model(facts: TargetFacts, *, parallel: bool = False, seed: int = 0, **settings: object) -> DraftModel:
+    """A draft model no wider than it needs to be, every path of which shows in its logits; with `parallel`, a PARD."""
+    shape = {**SHAPE, "source_layers": (0,) * int(str(settings.get("num_layers", SHAPE["num_layers"]))), **settings}
+    if parallel:
+        head = Pard(PardConfig.derive(facts, {"mask_token_id": min(MASK, facts.vocab_size - 1), **shape}))
+    else:
+        head = DraftModel(DraftModelConfig.derive(facts, shape))
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in head.named_parameters():
+        if "norm" in name:
+            parameter.copy_(0.1 + 2 * torch.rand(parameter.shape, generator=generator))
+        else:
+            scale = 1.0 if name.endswith("embed_tokens.weight") else parameter.shape[-1] ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    return head
+
+
+def in_transformers(head: DraftModel, folder: Path) -> PreTrainedModel:
+    """The head as transformers loads its folder: an implementation that shares no code with ours."""
+    save_head(folder, head, {}, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.no_grad()
+def parallel_logits(model: PreTrainedModel, token_ids: list[int], mask_token_id: int, k: int) -> Tensor:
+    """Logits [k, vocab] of the k drafts after a text: the text and k - 1 masks, read at its end and at every mask."""
+    ids = torch.tensor([token_ids + [mask_token_id] * (k - 1)])
+    return model(input_ids=ids, use_cache=False).logits[0, len(token_ids) - 1 :].float()
+
+
+@torch.no_grad()
+def chain_drafts(model: PreTrainedModel, token_ids: list[int], k: int) -> list[int]:
+    """k greedy tokens after a text, each from a forward over all before it."""
+    text = list(token_ids)
+    for _ in range(k):
+        text.append(int(model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+    return text[len(token_ids) :]
