@@ -4,6 +4,8 @@ The planes hold the context: what a slot keeps depends on the state of its own p
 written behind it, from the newest token's slot on, and the next observation overwrites them.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,14 @@ from ..batch import PackedBatch
 from ..planes import Planes, PlaneSpec
 from .base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
 from .drafting import DraftSampling, draw_all, no_drafts, top_prob
+
+
+class BlockDrafts(NamedTuple):
+    """The drafts of each block, whoever has room for them."""
+
+    token_ids: Tensor  # [batch, n] int64
+    laws: Tensor | None  # [batch, n, vocab] float32 log-probabilities; None: point masses
+    confidence: Tensor | None  # [batch, n] float32
 
 
 class DFlashProposer(Proposer):
@@ -64,9 +74,8 @@ class DFlashProposer(Proposer):
         if not room.is_cuda and not room.any():
             return no_drafts(step, room)
         states = self._run_blocks(step, room > 0)[:, config.first_draft_slot :][:, : self.num_draft_tokens]
-        tokens, laws = self._draw(self.head.logits(states, self.target), step)
-        confidence = top_prob(laws) if step.wants_confidence else None
-        return Drafts(tokens, room, laws if self.probabilistic else None, None, confidence)
+        tokens, laws, confidence = self._draft(states, step)
+        return Drafts(tokens, room, laws, None, confidence)
 
     def release(self, request: Released) -> None:
         """Nothing is kept but planes."""
@@ -105,6 +114,11 @@ class DFlashProposer(Proposer):
             max_seq_len=columns * page,
         )
 
+    def _draft(self, states: Tensor, step: DraftStep) -> BlockDrafts:
+        """Drafts of the slots' logits states [batch, n, hidden]."""
+        tokens, laws = self._draw(self.head.logits(states, self.target), step)
+        confidence = top_prob(laws) if step.wants_confidence else None
+        return BlockDrafts(tokens, laws if self.probabilistic else None, confidence)
+
     def _draw(self, logits: Tensor, step: DraftStep) -> tuple[Tensor, Tensor]:
-        """Target ids [batch, n] and laws [batch, n, vocab] of logits [batch, n, vocab]."""
         return draw_all(logits, step, 0, self.num_draft_tokens, None, self.probabilistic)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from spectrain.heads.dflash import DFlashConfig, DFlashHead
+from spectrain.heads.resolve import resolve
 from spectrain.heads.target_tensors import TargetTensors
 from spectrain.tests.train.reference_decoder import rms, rope
 from spectrain.tests.train.toys import Document, pack, tiny_config
@@ -21,7 +22,7 @@ def block_config(vocab: int = 16, hidden: int = 16, **settings: Any) -> DFlashCo
 def block_head(config: DFlashConfig, target: TargetTensors, seed: int = 0, random_norms: bool = False) -> DFlashHead:
     """Weights large enough for every path to matter."""
     generator = torch.Generator().manual_seed(seed)
-    head = DFlashHead(config)
+    head = resolve(config.network)(config)
     head.initialise(target, generator)
     with torch.no_grad():
         for parameter in head.parameters():

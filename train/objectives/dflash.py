@@ -12,7 +12,7 @@ known after the forward only, so the sum is divided by the number of drafts.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from .. import alignment
 from ..attention import AttentionSettings, BlockAttend, choose_backend
 from ..batch import TrainBatch
 from ..draws import rank_in_documents
-from ..losses import LossKind, LossRows, LossSettings, label_probs, soft_linear_loss
+from ..losses import LossKind, LossRows, LossSettings, RowLosses, label_probs, soft_linear_loss
 from .base import LossOutput, Objective
 from .rollout import SupervisedRows, soft_labels
 from .supervision import Supervision, step_metrics, supervise
@@ -56,6 +56,27 @@ class DFlashSettings(LossSettings, AttentionSettings):
             raise ValueError(f"objective.dpace_floor must lie between 0 and 1, found {self.dpace_floor}")
 
 
+class DraftLogits(NamedTuple):
+    """Draft logits as a product: states times the columns `frozen` and `weight` side by side."""
+
+    states: Tensor  # [num_rows, width]
+    weight: Tensor  # [vocab, last columns]; trained where it asks for it
+    frozen: Tensor | None  # [vocab, first columns]; None: there are no others
+
+    def whole_weight(self) -> Tensor:
+        """Both side by side, [vocab, width]."""
+        return self.weight if self.frozen is None else torch.cat([self.frozen, self.weight.to(self.frozen.dtype)], 1)
+
+
+class ScoredDrafts(NamedTuple):
+    """The supervised drafts of a batch once their laws' loss is known."""
+
+    found: SupervisedRows
+    states: Tensor  # [num_rows, hidden]; the slots' own
+    weights: Tensor  # [num_rows]
+    losses: RowLosses
+
+
 class DFlashObjective(Objective):
     """Needs `final_states` (raw, id L) for the soft labels, with `ce` only for metrics, and `document_seeds`."""
 
@@ -82,23 +103,35 @@ class DFlashObjective(Objective):
         states = self.draft(head, target, batch, starts)[blocks, drafts + self.config.first_draft_slot]
         soft = soft_labels(target, batch, found, states.dtype)
         labels = supervision.labels[drafts, rows]
-        weight = head.output_weight(target)
+        logits = self.draft_logits(head, target, batch, found, states)
         denominators = batch.denominators.to(drafts.device)
         if self.settings.slot_weights == "dpace":
-            probs = label_probs(states, weight, labels, self.settings.chunk_elements)
+            probs = label_probs(logits.states, logits.whole_weight(), labels, self.settings.chunk_elements)
             weights = self._confidence_weights(probs, blocks, drafts, len(starts)) / denominators.sum()
         else:
             decay = torch.exp(-torch.arange(self.num_terms, device=drafts.device) / self.settings.slot_decay)
             weights = (decay / (decay * denominators).sum())[drafts]
         losses = soft_linear_loss(
-            LossRows(states=states, weights=weights, terms=drafts, targets=soft.of_row, labels=labels),
-            weight,
+            LossRows(states=logits.states, weights=weights, terms=drafts, targets=soft.of_row, labels=labels),
+            logits.weight,
             target,
             soft.normed,
             None,
             self.settings,
+            logits.frozen,
         )
-        return LossOutput(losses.total, step_metrics(supervision, losses, drafts, rows))
+        output = LossOutput(losses.total, step_metrics(supervision, losses, drafts, rows))
+        return self.finish(head, batch, ScoredDrafts(found, states, weights, losses), output)
+
+    def draft_logits(
+        self, head: DraftHead, target: TargetTensors, batch: TrainBatch, found: SupervisedRows, states: Tensor
+    ) -> DraftLogits:
+        """The factors of the logits of each supervised draft, whose slot's states are `states` [num_rows, hidden]."""
+        return DraftLogits(states, head.output_weight(target), None)
+
+    def finish(self, head: DraftHead, batch: TrainBatch, drafts: ScoredDrafts, output: LossOutput) -> LossOutput:
+        """The output with whatever a kindred objective adds."""
+        return output
 
     def draft(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, rows: Tensor) -> Tensor:
         """The logits states [num_blocks, block, hidden] of the blocks behind `rows` [num_blocks] int64, ascending."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...heads.base import DraftHead
 from .. import alignment
 from ..batch import TrainBatch
-from ..losses import LossKind, RowLosses
+from ..losses import HARD_LABELS, LossKind, RowLosses
 
 
 class Supervision(NamedTuple):
@@ -30,7 +30,7 @@ def supervise(head: DraftHead, batch: TrainBatch, num_steps: int, loss: LossKind
     valid = alignment.valid_rows(batch, num_steps, ahead).flatten(1)
     tops = draft_ids([alignment.label_tops(batch, k, ahead) for k in range(num_steps)])
     labels = tops
-    if loss == "ce":
+    if loss in HARD_LABELS:
         labels = draft_ids([alignment.label_tokens(batch, k, ahead) for k in range(num_steps)])
     return Supervision(valid, tops, labels, valid & (labels >= 0))
 
