@@ -62,23 +62,13 @@ class Recording(DSparkProposer):
 def reference_rows(
     head: DSparkHead, target: Target, text: list[int], length: int, drafts: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Logits [n, vocab] and confidences [n] of the slots behind known tokens 0..length-1, given the drafts themselves."""
-    hidden = rand_llama(max_position_embeddings=128)(
-        torch.tensor([text[:length]]), output_hidden_states=True
-    ).hidden_states
-    aux = torch.stack([hidden[i][0] for i in head.config.layer_ids], dim=1)
+    """Logits [n, vocab] and confidences [n] of the slots behind `length` known tokens, given the drafts themselves."""
+    model = rand_llama(max_position_embeddings=128)
+    states_of = model(torch.tensor([text[:length]]), output_hidden_states=True).hidden_states
+    aux = torch.stack([states_of[i][0] for i in head.config.layer_ids], dim=1)
     drafter, first, n = BlockDrafter(head, target.tensors(), aux), head.config.first_draft_slot, len(drafts)
-    states: list[Tensor] = []
-    norm = drafter._norm
-
-    def watch(x: Tensor, name: str) -> Tensor:
-        out = norm(x, name)
-        if name == "norm.weight":
-            states.append(out)
-        return out
-
-    drafter._norm = watch
-    logits = drafter.logits(length - 1, text[length - 1])[first : first + n]
+    states = drafter.states(length - 1, text[length - 1])[first : first + n]
+    logits = states @ target.tensors().lm_head.T
     w1, w2 = (head.state_dict()[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
     before = [text[length - 1], *drafts[:-1]]
     biased = torch.stack([row + w2 @ w1[token] for row, token in zip(logits, before, strict=True)])
@@ -86,7 +76,7 @@ def reference_rows(
         for row, own in zip(biased, logits, strict=True):
             row[own < own.topk(head.config.num_candidates).values[-1]] = -torch.inf
     weight, bias = head.confidence_head.proj.weight[0], head.confidence_head.proj.bias[0]
-    pairs = zip(states[first : first + n], before, strict=True)
+    pairs = zip(states, before, strict=True)
     return biased, torch.stack([torch.sigmoid(weight @ torch.cat([h, w1[t]]) + bias) for h, t in pairs])
 
 

@@ -57,12 +57,15 @@ class BlockDrafter:
 
     def logits(self, anchor: int, token_id: int, size: int | None = None) -> Tensor:
         """[size, vocab]; the anchor is token `token_id` at row `anchor`, so states 0..anchor-1 are its context."""
-        size = size or self.c.block_size
-        ids = [token_id] + [self.c.mask_token_id] * (size - 1)
+        return self.states(anchor, token_id, size) @ self.target.lm_head.T
+
+    def states(self, anchor: int, token_id: int, size: int | None = None) -> Tensor:
+        """[size, hidden], what the output head is applied to."""
+        ids = [token_id] + [self.c.mask_token_id] * ((size or self.c.block_size) - 1)
         rows = [self.target.embed_tokens[i] for i in ids]
         for layer in range(self.c.num_layers):
             rows = self._layer(layer, rows, anchor)
-        return torch.stack([self.target.lm_head @ self._norm(row, "norm.weight") for row in rows])
+        return torch.stack([self._norm(row, "norm.weight") for row in rows])
 
     def drafts(self, anchor: int, token_id: int) -> list[int]:
         """The greedy drafts of the token at `anchor`, for positions anchor + 1, anchor + 2, ..."""
