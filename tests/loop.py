@@ -11,6 +11,7 @@ from spectrain.commands.fit import fit
 from spectrain.tests.chats import PLAIN, word_tokenizer
 
 RECIPES = {
+    "dspark": ("head.num_layers=1", "head.block_size=4", "head.markov_rank=8"),
     "dflash": ("head.num_layers=2", "head.block_size=6"),
     "eagle": ("objective.noise=0.001",),
     "eagle3": ("head.draft_vocab_size=64", "objective.steps=3"),

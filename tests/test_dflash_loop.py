@@ -1,4 +1,4 @@
-"""The whole loop of DFlash: extract, fit, load, serve. Trainer and engine agree, and a cycle is drafted to its end."""
+"""The whole loop of block heads: extract, fit, load, serve. Trainer and engine agree; a cycle is drafted to its end."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from spectrain.heads.dflash import DFlashHead
+from spectrain.heads.dspark import DSparkHead
 from spectrain.heads.folder import load_head
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.proposers.base import DraftStep
 from spectrain.infer.proposers.dflash import DFlashProposer
+from spectrain.infer.proposers.dspark import DSparkProposer
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
@@ -88,6 +90,20 @@ def test_every_draft_logit_of_the_engine_is_the_trainers(variant: str, tmp_path:
                     # known tokens 0..length-1: the anchor is the last of them, the row before it the block's
                     torch.testing.assert_close(logits, expected[length - 2], atol=2e-4, rtol=1e-4)
     assert (expected[1:] - expected[:-1]).abs().amax((-1, -2)).min() > 100 * 2e-4
+
+
+def test_dspark_trains_and_serves(tmp_path: Path) -> None:
+    model = rand_llama(max_position_embeddings=128)
+    folder = extract_and_fit(model, tmp_path, recipe="dspark")
+    head, target = load_head(folder, dtype=torch.float32).head, Target.from_model(model)
+    assert isinstance(head, DSparkHead)
+    assert head.markov_head.markov_w2.weight.any()  # zero where training began
+    prompts = [[5, 9, 20], [7], [30, 31, 32, 33, 34, 35, 36]]
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    plain = Engine(target, NoneProposer(), EngineConfig(num_blocks=60, block_size=4)).generate(prompts, params)
+    proposer = DSparkProposer(head, target.tensors(), 4)
+    engine = Engine(target, proposer, EngineConfig(num_draft_tokens=4, num_blocks=60, block_size=4))
+    assert [o.token_ids for o in engine.generate(prompts, params)] == [o.token_ids for o in plain]
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from spectrain.heads.dflash import DFlashConfig, DFlashHead
+from spectrain.heads.dspark import DSparkConfig, DSparkHead
 from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.proposers.dflash import DFlashProposer
+from spectrain.infer.proposers.dspark import DSparkProposer
 from spectrain.infer.proposers.eagle3 import Eagle3Proposer
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
@@ -85,6 +87,17 @@ def dflash(target: Target, **settings: object) -> DFlashProposer:
     return DFlashProposer(head, target.tensors(), 3, "probabilistic")
 
 
+def dspark(target: Target, num_candidates: int | None) -> DSparkProposer:
+    shape = {"layer_ids": [0, 1, 2], "mask_token_id": 0, "num_layers": 1, "block_size": 3, "markov_rank": 4}
+    head = DSparkHead(DSparkConfig.derive(target.facts, {**shape, "num_candidates": num_candidates}))
+    generator = torch.Generator().manual_seed(0)
+    head.initialise(target.tensors(), generator)
+    with torch.no_grad():
+        for factor in head.markov_head.parameters():
+            factor.copy_(torch.randn(factor.shape, generator=generator))
+    return DSparkProposer(head, target.tensors(), 3, "probabilistic")
+
+
 PROPOSERS = {
     "law": lambda target: LawProposer(bigram_law(), 3),
     "sampled drafts as point masses": lambda target: LawProposer(bigram_law(), 3, point_mass=True),
@@ -92,6 +105,8 @@ PROPOSERS = {
     "eagle3, reduced vocabulary": lambda target: eagle3(target, 3),
     "dflash, probabilistic": lambda target: dflash(target),
     "dflash, from the anchor": lambda target: dflash(target, sample_from_anchor=True, causal=True),
+    "dspark": lambda target: dspark(target, None),
+    "dspark, of the best three": lambda target: dspark(target, 3),
     "none": lambda target: NoneProposer(),
 }
 
