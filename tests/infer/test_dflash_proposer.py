@@ -154,6 +154,12 @@ def test_drafts_do_not_depend_on_batch_chunks_or_preemption(target, prompts, pla
             assert seen[0][key][:shared] == drafts[key][:shared]
 
 
+def test_adaptive_drafting_changes_nothing(target, prompts, plain):
+    proposer = DFlashProposer(head_of(target), target.tensors(), 5)
+    engine = Engine(target, proposer, dataclasses.replace(CONFIG, num_draft_tokens=5, draft_policy="adaptive"))
+    assert [o.token_ids for o in engine.generate(prompts, GREEDY)] == plain
+
+
 def test_drafts_end_where_the_head_ends(target, prompts, plain):
     proposer = Recording(head_of(target, max_position_embeddings=24), target.tensors(), 4)
     engine = Engine(target, proposer, dataclasses.replace(CONFIG, num_draft_tokens=4))
