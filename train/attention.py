@@ -237,7 +237,9 @@ class BlockAttend:
         self._document_ids, self._context, self._causal, self._window = document_ids, context, causal, window
         self._rows, self._size = rows, block_size
         self._slots = torch.arange(block_size, device=rows.device)
-        self._flex = _FlexBlocks(self) if backend == "flex" and len(rows) else None
+        self._flex = None
+        if backend == "flex" and len(rows):
+            self._flex = _FlexBlocks(document_ids, rows, block_size, causal, window)
         self._pieces = [] if self._flex else self._cut()
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -245,26 +247,15 @@ class BlockAttend:
         context_k, context_v = self._context[layer]
         if self._flex is not None:
             return self._flex(q, k, v, context_k, context_v)
-        own = self.own_mask(self._slots[:, None], self._slots)
+        own = sees_own(self._slots[:, None], self._slots, self._causal)
         outs = []
         for blocks, line, end in self._pieces:
             columns = torch.arange(end, device=q.device)
-            seen = self.context_mask(
-                line, self._rows[blocks, None, None] - line * self._seq, self._slots[:, None], columns
-            )
+            rows = self._rows[blocks, None, None] - line * self._seq
+            seen = sees_context(self._document_ids, line, rows, self._slots[:, None], columns, self._window)
             inputs = (q[blocks], k[blocks], v[blocks], context_k[line, :end], context_v[line, :end], seen, own)
             outs.append(_recomputed(_attend_blocks, self._seq, *inputs))
         return torch.cat(outs)
-
-    def context_mask(self, line: Tensor | int, row: Tensor, slot: Tensor, column: Tensor) -> Tensor:
-        """Whether slots of blocks behind `row` see context `column`, both within batch row `line`; broadcast."""
-        ids = self._document_ids
-        seen = (column <= row) & (ids[line, column] == ids[line, row.clamp(min=0)])
-        return seen & (row + 1 + slot - column < self._window) if self._window else seen
-
-    def own_mask(self, slot: Tensor, other: Tensor) -> Tensor:
-        """Whether a slot sees another one of its block."""
-        return other <= slot if self._causal else (other >= 0) & (slot >= 0)
 
     def _cut(self) -> list[tuple[slice, int, int]]:
         """Runs of blocks of one batch row, the batch row, and how many of its context rows they may see."""
@@ -277,6 +268,19 @@ class BlockAttend:
                 pieces.append((slice(first, last), line, rows[last - 1] - line * self._seq + 1))
             start = end
         return pieces or [(slice(0, 0), 0, 0)]
+
+
+def sees_context(
+    document_ids: Tensor, line: Tensor | int, row: Tensor, slot: Tensor, column: Tensor, window: int
+) -> Tensor:
+    """Whether slots of blocks behind `row` see the context row `column`, both of one line of `document_ids`."""
+    seen = (column <= row) & (document_ids[line, column] == document_ids[line, row.clamp(min=0)])
+    return seen & (row + 1 + slot - column < window) if window else seen
+
+
+def sees_own(slot: Tensor, other: Tensor, causal: bool) -> Tensor:
+    """Whether a slot sees another one of its block."""
+    return other <= slot if causal else (other >= 0) & (slot >= 0)
 
 
 def _attend_blocks(
@@ -295,10 +299,10 @@ def _attend_blocks(
 class _FlexBlocks:
     """Blocks of a batch row side by side behind its context, in few different widths: each is compiled for itself."""
 
-    def __init__(self, attend: BlockAttend) -> None:
+    def __init__(self, document_ids: Tensor, rows: Tensor, size: int, causal: bool, window: int) -> None:
         from torch.nn.attention.flex_attention import create_block_mask
 
-        rows, size, seq, batch = attend._rows, attend._size, attend._seq, attend._batch
+        batch, seq = document_ids.shape
         lines = rows // seq
         counts = lines.bincount(minlength=batch)
         width = 1 << max(int(counts.max()) - 1, 128 // size).bit_length()
@@ -312,8 +316,8 @@ class _FlexBlocks:
 
         def sees(b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
             block, slot, other = query // size, query % size, key - seq
-            before = attend.context_mask(b, columns[b, block], slot, key.clamp(max=seq - 1))
-            inside = (other // size == block) & attend.own_mask(slot, other % size)
+            before = sees_context(document_ids, b, columns[b, block], slot, key.clamp(max=seq - 1), window)
+            inside = (other // size == block) & sees_own(slot, other % size, causal)
             return torch.where(key < seq, before, inside)
 
         queries = width * size

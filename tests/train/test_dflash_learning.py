@@ -11,7 +11,7 @@ from spectrain.heads.dflash import DFlashHead
 from spectrain.heads.target_tensors import TargetTensors
 from spectrain.tests.train.blocks import BlockDrafter, block_batch, block_config, block_head, seeded
 from spectrain.tests.train.toys import MK, Document, law_target, mk_windows, onehot_document, share, train
-from spectrain.train import alignment
+from spectrain.train import alignment, attention
 from spectrain.train.attention import BlockAttend
 from spectrain.train.batch import TrainBatch
 from spectrain.train.objectives.base import LossOutput, predicted_acceptance_length
@@ -133,22 +133,15 @@ def test_fibonacci_served_one_position_off_loses_its_drafts(fibonacci, by: int) 
     assert right == DRAFTS + 1 and moved / len(documents) < 0.8
 
 
-class ShiftedContext(BlockAttend):
+def shift_context(monkeypatch: pytest.MonkeyPatch, by: int) -> None:
     """Blocks see the context `by` rows further than they should."""
 
-    by = 0
+    def sees(ids: Tensor, line: int, row: Tensor, slot: Tensor, column: Tensor, window: int) -> Tensor:
+        return (column <= row + by) & (ids[line, column] == ids[line, row.clamp(min=0)])
 
-    def context_mask(self, line, row: Tensor, slot: Tensor, column: Tensor) -> Tensor:
-        ids = self._document_ids
-        return (column <= row + self.by) & (ids[line, column] == ids[line, row.clamp(min=0)])
-
-    def _cut(self) -> list[tuple[slice, int, int]]:
-        return [(part, line, min(end + self.by, self._seq)) for part, line, end in super()._cut()]
-
-
-def shift_context(monkeypatch: pytest.MonkeyPatch, by: int) -> None:
-    monkeypatch.setattr(ShiftedContext, "by", by)
-    monkeypatch.setattr("spectrain.train.objectives.dflash.BlockAttend", ShiftedContext)
+    cut = BlockAttend._cut
+    monkeypatch.setattr(attention, "sees_context", sees)
+    monkeypatch.setattr(BlockAttend, "_cut", lambda self: [(*p[:2], min(p[2] + by, self._seq)) for p in cut(self)])
 
 
 def test_fibonacci_without_the_state_before_the_anchor_is_at_chance(monkeypatch: pytest.MonkeyPatch) -> None:
