@@ -222,6 +222,7 @@ WAVERING = costs(3, lambda width: {1: 9.0, 2: 9.0, 3: 99.0, 4: 14.5}[width])
 """Two rows or four, as the drafts promise."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peeks", [False, True], ids=["as it is", "broken: not one step behind"])
 def test_the_size_of_a_step_does_not_follow_the_drafts_it_verifies(toy, peeks, credulous, monkeypatch):
     """One request at a time and no smoothing, so that a size which did would show."""
