@@ -13,6 +13,8 @@ from spectrain.tests.chats import PLAIN, word_tokenizer
 RECIPES = {
     "eagle": ("objective.noise=0.001",),
     "eagle3": ("head.draft_vocab_size=64", "objective.steps=3"),
+    "draft_model": ("head.num_layers=2",),
+    "pard": ("head.num_layers=2", "objective.steps=3"),
     "peagle": ("head.draft_vocab_size=64", "head.num_layers=2", "objective.steps=4"),
 }
 SETTINGS = (
@@ -63,6 +65,7 @@ def extract_and_fit(model: PreTrainedModel, folder: Path, *changes: str, recipe:
         shards=[folder / "shards"],
         out=folder / "head",
         overrides=[*SETTINGS, *RECIPES[recipe], *changes],
+        model=str(target) if recipe in ("draft_model", "pard") else None,
         device="cpu",
     )
     return folder / "head"
