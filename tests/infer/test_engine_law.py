@@ -6,7 +6,10 @@ import math
 import pytest
 import torch
 
+from spectrain.heads.eagle import EagleConfig
 from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head
+from spectrain.heads.peagle import PEagleConfig
+from spectrain.heads.resolve import resolve
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.proposers.eagle3 import Eagle3Proposer
 from spectrain.infer.proposers.none import NoneProposer
@@ -76,11 +79,20 @@ def eagle3(target: Target, draft_vocab: int) -> Eagle3Proposer:
     return Eagle3Proposer(head, tensors, 3, "probabilistic")
 
 
+def kin(target: Target, config_class: type, **settings: object):
+    config = config_class.derive(target.facts, settings)
+    head, tensors = resolve(config.network)(config), target.tensors()
+    head.initialise(tensors, torch.Generator().manual_seed(0))
+    return resolve(config.proposer)(head, tensors, 3, "probabilistic")
+
+
 PROPOSERS = {
     "law": lambda target: LawProposer(bigram_law(), 3),
     "sampled drafts as point masses": lambda target: LawProposer(bigram_law(), 3, point_mass=True),
     "eagle3, probabilistic": lambda target: eagle3(target, VOCAB),
     "eagle3, reduced vocabulary": lambda target: eagle3(target, 3),
+    "eagle, probabilistic": lambda target: kin(target, EagleConfig),
+    "peagle, probabilistic": lambda target: kin(target, PEagleConfig, layer_ids=[0, 1, 2], mask_token_id=0),
     "none": lambda target: NoneProposer(),
 }
 
