@@ -172,9 +172,9 @@ class DraftHead(nn.Module, ABC):
     def combine(self, aux_states: Tensor) -> Tensor:
         """Aux states [..., num_layer_ids, target_hidden] to the first step's states [..., hidden].
 
-        A head conditioned on one state takes it as it is.
+        Raises HeadError where the head is conditioned on none.
         """
-        return aux_states.squeeze(-2)
+        raise HeadError(f"{type(self).__name__} is conditioned on no aux states; do not combine any")
 
     @abstractmethod
     def output_weight(self, target: TargetTensors) -> Tensor:

@@ -44,8 +44,8 @@ class PerStepProposer(Proposer):
 
     def observe(self, rows: ObservedRows) -> None:
         assert rows.states is not None and self._states is not None
-        last = self.head.combine(rows.states[rows.last_rows])
-        self._states[rows.slots] = self.target.norm(last.to(self._states.dtype))
+        last = rows.states[rows.last_rows, 0].to(self._states.dtype)
+        self._states[rows.slots] = self.target.norm(last)
 
     def propose(self, step: DraftStep) -> Drafts:
         assert self._states is not None
