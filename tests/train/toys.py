@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spectrain.heads.base import TargetFacts
+from spectrain.heads.base import DraftHead, TargetFacts
 from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head
 from spectrain.heads.target_tensors import FinalNorm, TargetTensors
 from spectrain.train.batch import TrainBatch
@@ -130,21 +130,23 @@ def pack(rows: list[list[Document]], target: TargetTensors, num_terms: int, seq:
     return TrainBatch(token_ids, positions, document_ids, loss_mask, tops, aux, final, torch.ones(num_terms))
 
 
-def counted(objective: Objective, head: Eagle3Head, batch: TrainBatch) -> TrainBatch:
+def counted(objective: Objective, head: DraftHead, batch: TrainBatch) -> TrainBatch:
     """The batch with its own rows as denominators."""
     return batch._replace(denominators=objective.count(head, batch))
 
 
-def gradients(head: Eagle3Head) -> dict[str, Tensor]:
+def gradients(head: DraftHead) -> dict[str, Tensor]:
     found = {}
     for name, parameter in head.named_parameters():
+        if not parameter.requires_grad:
+            continue
         assert parameter.grad is not None, name
         found[name] = parameter.grad.clone()
     return found
 
 
 def train(
-    objective: Objective, head: Eagle3Head, target: TargetTensors, batch: TrainBatch, steps: int, lr: float
+    objective: Objective, head: DraftHead, target: TargetTensors, batch: TrainBatch, steps: int, lr: float
 ) -> LossOutput:
     """Full-batch Adam with a linear decay; returns the last loss."""
     optimizer = torch.optim.Adam(head.parameters(), lr=lr)
