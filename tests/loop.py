@@ -1,6 +1,7 @@
 """The real loop on a tiny target: `from spectrain.tests.loop import extract_and_fit`."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -44,22 +45,24 @@ def save_target(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
-def extract_and_fit(model: PreTrainedModel, folder: Path, *changes: str) -> Path:
+def extract_and_fit(
+    model: PreTrainedModel, folder: Path, *changes: str, recipe: str = "eagle3", settings: Sequence[str] = SETTINGS
+) -> Path:
     """Runs `extract` and `fit` on random conversations in float32; returns the head folder."""
     target = save_target(model, folder / "target")
     extract(
         model=str(target),
         data=[write_chats(folder / "chats.jsonl")],
         out=folder / "shards",
-        recipe="eagle3",
+        recipe=recipe,
         device="cpu",
         dtype="float32",
     )
     fit(
-        recipe="eagle3",
+        recipe=recipe,
         shards=[folder / "shards"],
         out=folder / "head",
-        overrides=[*SETTINGS, *changes],
+        overrides=[*settings, *changes],
         device="cpu",
     )
     return folder / "head"
