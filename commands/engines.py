@@ -2,6 +2,7 @@
 
 import torch
 
+from ..infer.draft_policy import DraftPolicyName
 from ..infer.engine import Engine, EngineConfig
 from ..infer.proposers.base import Proposer
 from ..infer.target import Target
@@ -18,6 +19,7 @@ def build_engine(
     longest: int,
     num_blocks: int | None = None,
     eager: bool = False,
+    draft_policy: DraftPolicyName = "fixed",
 ) -> Engine:
     """An engine whose cache holds a full batch of `longest` tokens each, as far as memory goes.
 
@@ -30,6 +32,7 @@ def build_engine(
         max_batch_size=batch_size,
         max_length=max(longest, num_draft_tokens + 1),
         eager=eager,
+        draft_policy=draft_policy,
     )
     if target.device.type == "cuda":
         torch.cuda.empty_cache()

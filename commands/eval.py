@@ -60,6 +60,7 @@ class Options(NamedTuple):
     method: str | None = None
     num_draft_tokens: int | None = None
     draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
+    draft_policy: Literal["fixed", "adaptive"] = "fixed"
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -90,6 +91,9 @@ Prompts = Annotated[list[Path], typer.Option(help="JSONL files of prompts; one r
 Method = Annotated[str | None, typer.Option(help="`none` for plain decoding; otherwise the head's own.")]
 NumDraftTokens = Annotated[int | None, typer.Option(help="Draft tokens a step; the head's own default otherwise.")]
 DraftSampling = Annotated[Literal["greedy", "probabilistic"], typer.Option(help="How drafts are drawn.")]
+DraftPolicy = Annotated[
+    Literal["fixed", "adaptive"], typer.Option(help="`adaptive` verifies the drafts that pay and rests where none do.")
+]
 Limit = Annotated[int | None, typer.Option(help="Prompts a file.")]
 BatchSize = Annotated[int, typer.Option(help="Requests decoded together.")]
 NumBlocks = Annotated[int | None, typer.Option(help="Cache blocks of 16 tokens; what the prompts need otherwise.")]
@@ -105,6 +109,7 @@ def evaluate(
     method: Method = None,
     num_draft_tokens: NumDraftTokens = None,
     draft_sampling: DraftSampling = "greedy",
+    draft_policy: DraftPolicy = "fixed",
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -323,6 +328,7 @@ def _builder(
             longest=longest,
             num_blocks=options.num_blocks,
             eager=options.eager,
+            draft_policy=options.draft_policy,
         )
 
     return build

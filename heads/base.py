@@ -17,12 +17,15 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from .target_tensors import TargetTensors
+
+if TYPE_CHECKING:
+    from .model_folder import ModelFolder
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`attend(layer, q, k, v) -> out`: q [..., heads, head_dim], k and v [..., kv_heads, head_dim], RoPE already applied;
@@ -86,6 +89,8 @@ class HeadConfig(ABC):
     proposer: ClassVar[str]
     requires_final_state: ClassVar[bool]
     """Whether training needs id L beside `layer_ids` (for soft labels or as the head's own input)."""
+    requires_model: ClassVar[bool] = False
+    """Whether a fresh head starts from layers of a model, which `fit --model` then names."""
 
     target: TargetFacts
     layer_ids: tuple[int, ...]
@@ -116,6 +121,11 @@ class HeadConfig(ABC):
     def derive(cls, target: TargetFacts, settings: Mapping[str, Any]) -> Self:
         """The config for a target: `settings` (a recipe's `head` section) win over what the target implies."""
 
+    @classmethod
+    def derive_from(cls, target: TargetFacts, settings: Mapping[str, Any], model: "ModelFolder") -> Self:
+        """As `derive`, for a head that starts from `model`: the target's own folder, or a smaller model's."""
+        return cls.derive(target, settings)
+
     @abstractmethod
     def serving_config(self) -> dict[str, Any]:
         """The `config.json` other engines read."""
@@ -128,7 +138,9 @@ class HeadConfig(ABC):
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         _check_fields(cls, values)
         _check_fields(TargetFacts, values["target"])
-        return cls(**{**values, "target": TargetFacts(**values["target"]), "layer_ids": tuple(values["layer_ids"])})
+        # JSON knows no tuples
+        plain = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        return cls(**{**plain, "target": TargetFacts(**values["target"])})
 
 
 def _check_fields(cls: type, values: Mapping[str, Any]) -> None:
@@ -169,7 +181,7 @@ class DraftHead(nn.Module, ABC):
         """Token embeddings [..., hidden] of target ids [...]; the target's own unless a head has others."""
         return nn.functional.embedding(token_ids, target.embed_tokens)
 
-    def combine(self, aux_states: Tensor) -> Tensor:
+    def combine(self, aux_states: Tensor, target: TargetTensors) -> Tensor:
         """Aux states [..., num_layer_ids, target_hidden] to the first step's states [..., hidden].
 
         Raises HeadError where the head is conditioned on none.
@@ -187,6 +199,10 @@ class DraftHead(nn.Module, ABC):
     def set_draft_vocab(self, token_ids: Tensor) -> None:
         """Stores the target ids [draft_vocab] int64, ascending, that can be drafted; before `initialise`."""
         raise HeadError(f"{type(self).__name__} drafts over the whole vocabulary; set head.draft_vocab_size to null")
+
+    def start_from(self, model: "ModelFolder") -> None:
+        """Fills the parameters that come from a model; after `initialise`, for heads whose config requires one."""
+        raise HeadError(f"{type(self).__name__} starts from no model; leave --model out")
 
     def logits(self, logits_states: Tensor, target: TargetTensors) -> Tensor:
         """Draft logits [..., draft_vocab] float32."""

@@ -3,6 +3,8 @@
 Plain decoding is a proposer that proposes nothing; it runs in the same loop as every method.
 """
 
+import itertools
+import operator
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -10,11 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
+from .costs import StepCosts
+from .draft_policy import DraftPolicy, DraftPolicyName
 from .graphs import GraphCache
 from .planes import BlockPool, Planes, PlaneSpec
 from .proposers.base import Proposer, Released
 from .request import Request, RequestOutput
-from .runner import Clock, Flight, Runner, Verified
+from .runner import BUCKETS, Clock, Flight, Runner, Verified
 from .sampling import SamplingParams, SamplingTable
 from .scheduler import Scheduler
 from .statistics import EngineStatistics, StepKind
@@ -41,6 +45,7 @@ class EngineConfig:
     memory_share: float = 0.8  # of what is free when the engine is built; used where num_blocks is None
     eager: bool = False  # no fused layers, no CUDA graphs, and no step is launched before the last one was read
     launch_ahead: bool | None = None  # launch a step before the last one was read; None: where graphs are used
+    draft_policy: DraftPolicyName = "fixed"  # adaptive: verify what pays, draft while it pays
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_batch_tokens", "max_batch_size"):
@@ -53,7 +58,10 @@ class EngineConfig:
 class Engine:
     """Continuous batching over a paged cache. `step` until `has_unfinished` is False, or call `generate`."""
 
-    def __init__(self, target: Target, proposer: Proposer, config: EngineConfig) -> None:
+    def __init__(
+        self, target: Target, proposer: Proposer, config: EngineConfig, costs: StepCosts | None = None
+    ) -> None:
+        """`costs` are what adaptive drafting takes a step to cost; None: measured now, corrected as it runs."""
         self.target, self.proposer, self.config = target, proposer, config
         self.max_length = min(config.max_length or target.max_length, target.max_length)
         if config.num_draft_tokens >= self.max_length:
@@ -78,14 +86,19 @@ class Engine:
         target.bind(planes)
         self.scheduler = Scheduler(self.pool, config.max_batch_tokens, config.max_batch_size)
         self.table = RequestTable(
-            config.max_batch_size, self.max_length, config.num_draft_tokens, config.block_size, target.device
+            config.max_batch_size,
+            self.max_length,
+            config.num_draft_tokens,
+            config.block_size,
+            target.device,
+            requirements.spare_slots(config.num_draft_tokens),
         )
         proposer.bind(planes, config.max_batch_size + 1)
         self.settings = SamplingTable(config.max_batch_size + 1, target.vocab_size, target.device)
         use_graphs = on_gpu and not config.eager and not requirements.on_host
-        self.runner = Runner(
-            target, proposer, self.table, self.settings, GraphCache(target.device) if use_graphs else None
-        )
+        adaptive = config.draft_policy == "adaptive" and config.num_draft_tokens > 0
+        graphs = GraphCache(target.device) if use_graphs else None
+        self.runner = Runner(target, proposer, self.table, self.settings, graphs, adaptive=adaptive)
         launch_ahead = use_graphs if config.launch_ahead is None else config.launch_ahead
         fits = config.max_batch_size * (config.num_draft_tokens + 1) <= config.max_batch_tokens
         self._ahead = launch_ahead and fits and not requirements.on_host
@@ -95,6 +108,9 @@ class Engine:
         self._next_id = 0
         with torch.inference_mode():
             self.runner.capture(config.max_batch_size)
+            if adaptive:
+                found = costs or self.runner.measure(config.max_batch_size)
+                self.runner.policy = DraftPolicy(self.runner.widths, found, corrects_costs=costs is None)
 
     def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
         """Queues a prompt and returns its request id; raises EngineError if it can never run."""
@@ -126,6 +142,22 @@ class Engine:
         self._next_id += 1
         self.scheduler.add(request)
         return request.request_id
+
+    @torch.inference_mode()
+    def best_num_draft_tokens(self) -> dict[int, int]:
+        """By batch size up to the engine's, the draft tokens a request that would have earned most; 0: none pay.
+
+        From what was accepted so far and what steps cost here: measured now, unless adaptive drafting knows.
+        """
+        policy, conditional = self.runner.policy, self.statistics.conditional_acceptance_by_position
+        sizes = [size for size in BUCKETS if size < self.config.max_batch_size] + [self.config.max_batch_size]
+        if policy is not None:
+            return {size: policy.best_num_draft_tokens(size) for size in sizes}
+        if not conditional:
+            return {}
+        costs = self.runner.measure(self.config.max_batch_size)
+        survival = list(itertools.accumulate((rate or 0.0 for rate in conditional), operator.mul))
+        return {size: costs.best_num_draft_tokens(size, survival) for size in sizes}
 
     def has_unfinished(self) -> bool:
         """Whether any request still runs or waits."""
@@ -203,7 +235,7 @@ class Engine:
             wanted = self._slots(request, len(request.token_ids) + 2 * (k + 1) + k)
             if not self.pool.grow(request.block_table, wanted):
                 return None
-        return self.runner.launch_ahead(ahead)
+        return self.runner.launch_ahead(ahead, drafts_wait=flight.drafts)
 
     def _admit(self, request: Request) -> None:
         self.table.admit(request, self._limit(request))
@@ -246,12 +278,13 @@ class Engine:
 
     def _count_step(self, flight: Flight, kind: StepKind) -> None:
         clock, before = flight.clock, self._last_clock
-        self.statistics.count_step(
-            kind,
-            # what lies between two steps belongs to the later one
-            target_seconds=clock.seconds("drafted" if before else "started", "verified", since=before),
-            draft_seconds=clock.seconds("verified", "drafted"),
-        )
+        # what lies between two steps belongs to the later one
+        target_seconds = clock.seconds("drafted" if before else "started", "verified", since=before)
+        draft_seconds = clock.seconds("verified", "drafted")
+        self.statistics.count_step(kind, target_seconds=target_seconds, draft_seconds=draft_seconds)
+        if self.runner.policy is not None and flight.choice is not None:
+            times = 1000 * target_seconds, 1000 * draft_seconds
+            self.runner.policy.count_step(flight.choice, len(flight.requests), flight.padded, *times)
         self._last_clock = clock
 
     def _commit(self, request: Request, result: Verified) -> None:
@@ -291,6 +324,7 @@ class Engine:
         """Tells the proposer, whose rows of the request are still in its blocks, and gives the table row back."""
         released = Released(request.request_id, request.block_table, request.num_computed, finished)
         self.proposer.release(released)
+        self.runner.forget(request.request_id, finished=request.finish_reason is not None)
         self.table.release(request)
 
     def _num_blocks(self, specs: Sequence[PlaneSpec]) -> int:

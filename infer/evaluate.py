@@ -80,6 +80,7 @@ def evaluate(work: Evaluation, build: BuildEngine, progress: Progress) -> Measur
     before = _run(work, build(0, work.batch_size), partial(progress, "plain decoding"))
     engine = build(k, work.batch_size)
     drafted = _run(work, engine, partial(progress, work.method))
+    best_k_by_batch_size = engine.best_num_draft_tokens()
     lossless = _check_law(work, engine, drafted) if work.temperature > 0 else None
     del engine
     single = _calibrate(work, build) if k > 1 and drafted.statistics.num_drafts else None
@@ -87,7 +88,7 @@ def evaluate(work: Evaluation, build: BuildEngine, progress: Progress) -> Measur
     after = _run(work, engine, partial(progress, "plain decoding again"))
     if lossless is None:
         lossless = _check_equal(work, build, engine, before, drafted, progress)
-    result = _result(work, (before, after), drafted, single, lossless)
+    result = _result(work, (before, after), drafted, single, lossless, best_k_by_batch_size)
     return Measured(result, drafted.outputs, before.outputs)
 
 
@@ -192,7 +193,12 @@ def _generation(output: RequestOutput) -> Generation:
 
 
 def _result(
-    work: Evaluation, plain: Sequence[Run], drafted: Run, single: EngineStatistics | None, lossless: Losslessness
+    work: Evaluation,
+    plain: Sequence[Run],
+    drafted: Run,
+    single: EngineStatistics | None,
+    lossless: Losslessness,
+    best_k_by_batch_size: dict[int, int],
 ) -> MethodResult:
     counts = drafted.statistics
     rates = [run.tokens_per_second for run in plain]
@@ -231,6 +237,7 @@ def _result(
         break_even_acceptance_length=break_even,
         best_k=best_k,
         predicted_speedup_by_k=predicted,
+        best_k_by_batch_size=best_k_by_batch_size or None,
         noise_floor=noise_floor(rates),
         lossless=lossless,
     )

@@ -19,6 +19,7 @@ DEFINITIONS = {
     "speedup": "tokens_per_second / baseline_tokens_per_second, same engine, prompts, batch size and run",
     "break_even_acceptance_length": "(draft_ms + verify_ms) / decode_ms: the tokens a step must yield to pay",
     "best_k": "draft tokens with the highest predicted speed-up, up to the k measured; 0: drafting does not pay",
+    "best_k_by_batch_size": "the same by requests decoded together, steps timed without contexts to read",
     "noise_floor": "(fastest - slowest) / mean of repeated plain runs: smaller differences mean nothing",
 }
 
@@ -53,6 +54,7 @@ class MethodResult:
     predicted_speedup_by_k: list[float] | None  # k = 1, 2, ...
     noise_floor: float
     lossless: Losslessness
+    best_k_by_batch_size: dict[int, int] | None = None
 
 
 def report_json(
@@ -118,6 +120,7 @@ def table_rows(result: MethodResult) -> list[tuple[str, str]]:
         ("draft + verify, plain", f"{_ms(result.draft_ms)} + {_ms(result.verify_ms)}, {_ms(result.decode_ms)} a step"),
         ("break-even length", _number(result.break_even_acceptance_length)),
         ("best k", "none" if result.best_k is None else str(result.best_k)),
+        ("  by batch size", _pairs(result.best_k_by_batch_size)),
         ("lossless", verdict(result)),
     ]
     return rows
@@ -155,6 +158,10 @@ def _percent(value: float | None) -> str:
 
 def _ms(value: float | None) -> str:
     return "none" if value is None else f"{value:.2f} ms"
+
+
+def _pairs(values: Mapping[int, int] | None) -> str:
+    return "none" if not values else ", ".join(f"{batch}: {k}" for batch, k in values.items())
 
 
 def _rates(values: Sequence[float | None] | None) -> str:

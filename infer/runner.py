@@ -7,13 +7,16 @@ read the step before it.
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..kernels.records import RejectionOutputs, law_columns
+from .costs import Rehearsal, StepCosts, measure_costs, stopwatch
+from .draft_policy import Choice, DraftPolicy, Promise, draft_widths
+from .drafting import SurvivalEstimator, expected_accepted, log_odds_of, select
 from .graphs import GraphCache
 from .proposers.base import DraftStep, ObservedRows, Proposer
 from .request import Request
@@ -52,6 +55,11 @@ class Flight:
         self.requests, self.samples = requests, samples
         self.ends = ends  # per request: rows in the cache once the step is done; only for those that do not sample
         self.clock = clock
+        self.drafts = True  # whether drafts may wait once the step is done
+        self.choice: Choice | None = None  # of a decoding step that was chosen adaptively
+        self.padded = len(requests)
+        self._promise: Promise | None = None
+        self._accepted: Tensor | None = None
         self._results: list[Tensor] = []
 
     @property
@@ -63,16 +71,18 @@ class Flight:
 
         Where log-probabilities were asked for, ids [samplers, k + 1, n + 1] int64 and values float32 follow.
         """
-        for tensor in results:
-            if tensor.is_cuda:
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                tensor = host.copy_(tensor, non_blocking=True)
-            self._results.append(tensor)
+        self._results = [_to_host(tensor) for tensor in results]
         self.clock.mark("copied")
+
+    def keep_promise(self, promise: Promise, accepted: Tensor) -> None:
+        """Starts copying to the host what the step's drafts promise; called before `keep`."""
+        self._promise, self._accepted = promise, _to_host(accepted)
 
     def land(self) -> list[Verified | None]:
         """The step's results, None for requests that did not sample; waits until the device has them."""
         self.clock.wait("copied")
+        if self._promise is not None and self._accepted is not None:
+            self._promise.accepted = self._accepted.tolist()
         rows = iter(zip(*(tensor.tolist() for tensor in self._results), strict=True))
         landed: list[Verified | None] = []
         for request, samples in zip(self.requests, self.samples, strict=True):
@@ -97,10 +107,17 @@ class Runner:
         table: RequestTable,
         settings: SamplingTable,
         graphs: GraphCache | None,
+        *,
+        adaptive: bool = False,
     ) -> None:
         self.target, self.proposer, self.table, self.settings, self.graphs = target, proposer, table, settings, graphs
         self.num_draft_tokens = table.num_draft_tokens
-        self.spare_slots = max(0, proposer.requirements.lookahead - self.num_draft_tokens)
+        adaptive = adaptive and self.num_draft_tokens > 0
+        self.widths = draft_widths(self.num_draft_tokens) if adaptive else (1, self.num_draft_tokens + 1)
+        self.estimator = SurvivalEstimator(self.num_draft_tokens, table.device) if adaptive else None
+        self._widths = torch.tensor(self.widths, device=table.device)
+        self.policy: DraftPolicy | None = None
+        self.spare_slots = proposer.requirements.spare_slots(self.num_draft_tokens)
         self._law_columns: Tensor | None = None  # of the proposer's laws; made once, from the first
         self._buckets: dict[int, Slots] = {}
 
@@ -112,44 +129,88 @@ class Runner:
             requests, samples, [rows.start + rows.num_tokens for rows in scheduled], Clock(self.table.device)
         )
         self.table.write_blocks(requests)
+        drafts_wait = any(rows.num_drafts for rows in scheduled)
         if flight.all_sample and all(rows.num_tokens == rows.num_drafts + 1 for rows in scheduled):
             starts, counts = [rows.start for rows in scheduled], [rows.num_tokens for rows in scheduled]
-            self._decode(flight, starts, counts)
+            self._decode(flight, starts, counts, drafts_wait)
         else:
-            self._mixed(flight, scheduled)
+            self._mixed(flight, scheduled, drafts_wait)
         return flight
 
-    def launch_ahead(self, requests: list[Request]) -> Flight:
-        """Starts a step of decoding requests of which an earlier step is still in flight."""
+    def launch_ahead(self, requests: list[Request], drafts_wait: bool) -> Flight:
+        """Starts a step of decoding requests of which an earlier step, which drafted or not, is still in flight."""
         flight = Flight(requests, [True] * len(requests), [], Clock(self.table.device))
         self.table.write_blocks(requests)
-        self._decode(flight, None, None)
+        self._decode(flight, None, None, drafts_wait)
         return flight
+
+    def forget(self, request_id: int, finished: bool) -> None:
+        """A request left, for good or to come back from its start."""
+        if self.policy is not None:
+            self.policy.forget(request_id, finished)
 
     def capture(self, max_batch_size: int) -> None:
         """Captures the graphs of every bucket up to `max_batch_size`, on rows that belong to nobody."""
         if self.graphs is None:
             return
         for batch in sorted({_bucket(n) for n in range(1, max_batch_size + 1)}, reverse=True):
-            slots = self._slots_of(batch)
-            slots.rows.fill_(self.table.nobody)
-            slots.starts.zero_()
-            slots.counts.fill_(1)
-            for width in sorted({1, self.num_draft_tokens + 1}):
-                self._run_decode(slots, batch * width, width, NEUTRAL, None, [])
-                self._run_decode(slots, batch * width, width, NEUTRAL, self.graphs, [])
+            slots = self._nobody(batch, 1)
+            for width in sorted(set(self.widths)):
+                self._run_decode(slots, batch * width, NEUTRAL, None, [])
+                self._run_decode(slots, batch * width, NEUTRAL, self.graphs, [])
 
-    def _decode(self, flight: Flight, starts: list[int] | None, counts: list[int] | None) -> None:
+    def measure(self, max_batch_size: int) -> StepCosts:
+        """What steps cost at batch sizes up to `max_batch_size`, at every width where steps are recorded."""
+        table = self.table
+        batches, widths = (1, max_batch_size), (1, self.num_draft_tokens + 1)
+        if self.graphs is not None:
+            batches, widths = {_bucket(n) for n in range(1, max_batch_size + 1)}, self.widths
+        table.limits[table.nobody] = table.capacities[table.nobody] = table.max_length  # room to draft
+        costs = measure_costs(self._rehearse, sorted(set(batches)), sorted(set(widths)), stopwatch(table.device))
+        table.limits[table.nobody] = table.capacities[table.nobody] = 0
+        return costs
+
+    def _rehearse(self, batch: int, width: int) -> Rehearsal:
+        slots, num_rows = self._nobody(batch, width), batch * width
+        packed, output = self._call(self.graphs, "target", (batch, num_rows), self._forward, slots, num_rows)
+
+        def verify() -> None:
+            self._run_target(slots, num_rows, NEUTRAL, self.graphs)
+
+        def rest() -> None:
+            if self.proposer.requirements.observes and not self.proposer.requirements.on_host:
+                self._call(self.graphs, "observe", (batch, num_rows), self._observe, slots, packed, output.states, [])
+
+        def draft() -> None:
+            if self.num_draft_tokens and not self.proposer.requirements.on_host:
+                self._call(self.graphs, "propose", (batch,), self._propose, slots.rows, [])
+
+        return Rehearsal(verify, rest, draft)
+
+    def _nobody(self, batch: int, width: int) -> Slots:
+        """`width` rows for each of `batch` requests that are none."""
+        slots = self._slots_of(batch)
+        slots.rows.fill_(self.table.nobody)
+        slots.starts.zero_()
+        slots.counts.fill_(width)
+        return slots
+
+    def _decode(self, flight: Flight, starts: list[int] | None, counts: list[int] | None, drafts_wait: bool) -> None:
         """A step in which every request computes its newest token and its drafts, and samples."""
         rows = [_row_of(request) for request in flight.requests]
-        width = self.num_draft_tokens + 1 if counts is None else max(counts)
-        batch = len(rows)
+        ids = [request.request_id for request in flight.requests]
+        flight.padded = batch = len(rows) if self.graphs is None else _bucket(len(rows))
+        width = 1 if counts is not None and max(counts) == 1 else self.num_draft_tokens + 1
+        if self.policy is not None:
+            flight.choice = self.policy.choose(ids, batch, drafts_wait)
+            width, flight.drafts = flight.choice
+        num_rows = batch * width
         if self.graphs is None:
             slots = Slots(self._upload(rows), *self._spans(rows, starts, counts))
-            num_rows = batch * width if counts is None else sum(counts)
+            if counts is not None:
+                num_rows = min(num_rows, sum(counts))
         else:
-            batch, width = _bucket(batch), 1 if width == 1 else self.num_draft_tokens + 1
-            slots, num_rows = self._slots_of(batch), batch * width
+            slots = self._slots_of(batch)
             padding = batch - len(rows)
             slots.rows.copy_(self._upload(rows + [self.table.nobody] * padding))
             spans = self._spans(
@@ -160,9 +221,13 @@ class Runner:
             slots.starts.copy_(spans[0])
             slots.counts.copy_(spans[1])
         wanted = features_of([request.params for request in flight.requests])
-        ids = [request.request_id for request in flight.requests]
-        results = self._run_decode(slots, num_rows, width, wanted, self.graphs, ids, flight.clock)
+        results, accepted = self._run_decode(slots, num_rows, wanted, self.graphs, ids, flight.drafts, flight.clock)
+        self._promise(flight, ids, accepted)
         flight.keep([tensor[: len(rows)] for tensor in results])
+
+    def _promise(self, flight: Flight, request_ids: list[int], accepted: Tensor | None) -> None:
+        if self.policy is not None and accepted is not None:
+            flight.keep_promise(self.policy.promise(request_ids), accepted)
 
     def _spans(
         self, rows: "Tensor | list[int]", starts: list[int] | None, counts: list[int] | None
@@ -176,34 +241,61 @@ class Runner:
         self,
         slots: Slots,
         num_rows: int,
-        width: int,
         wanted: Features,
         graphs: GraphCache | None,
         request_ids: list[int],
+        drafts: bool = True,
         clock: "Clock | None" = None,
-    ) -> list[Tensor]:
-        """What `Flight.keep` takes: tokens, how many, failed, drafts verified, drafts waiting; log-probabilities."""
-        key = (slots.rows.shape[0], width)
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """What `Flight.keep` takes: tokens, how many, failed, drafts verified, drafts waiting; log-probabilities.
 
-        def run(name: str, function: Callable, *arguments: object):
-            # settings beyond the temperature change which kernels run, so they are not replayed
-            if graphs is None or (name == "verify" and wanted.edits):
-                return function(*arguments)
-            return graphs.run((name, *key), function, *arguments)
-
-        packed, output = run("target", self._forward, slots, num_rows, width)
-        verified = run("verify", self._verify_all, slots, packed, output, wanted)
+        And what the new drafts promise. Where `num_rows` do not hold all drafts that `slots` count, those that are
+        verified are chosen and counted.
+        """
+        batch = slots.rows.shape[0]
+        packed, output, verified = self._run_target(slots, num_rows, wanted, graphs)
         logprobs = self._logprobs(verified, packed.batch.cu_seqlens, output, wanted)
         if clock is not None:
             clock.mark("verified")
-        if self.num_draft_tokens or self.proposer.requirements.observes:
-            run("draft", self._draft, slots, packed, output.states, slots.rows, request_ids, request_ids)
+        if self.proposer.requirements.observes:
+            key = (batch, num_rows)
+            self._call(graphs, "observe", key, self._observe, slots, packed, output.states, request_ids)
+        accepted = None
+        if self.num_draft_tokens and drafts:
+            accepted = self._call(graphs, "propose", (batch,), self._propose, slots.rows, request_ids)
         if clock is not None:
             clock.mark("drafted")
-        return [self._results(verified, slots.rows, slots.counts - 1), *logprobs]
+        return [self._results(verified, slots.rows, slots.counts - 1), *logprobs], accepted
 
-    def _forward(self, slots: Slots, num_rows: int, width: int) -> tuple[Packed, TargetOutput]:
-        packed = self.table.pack(*slots, num_rows, max_query_len=width, max_seq_len=self.table.max_length)
+    def _run_target(
+        self, slots: Slots, num_rows: int, wanted: Features, graphs: GraphCache | None
+    ) -> tuple[Packed, TargetOutput, RejectionOutputs]:
+        batch = slots.rows.shape[0]
+        key = (batch, num_rows)
+        if self.estimator is not None and num_rows < batch * (self.num_draft_tokens + 1):
+            self._call(graphs, "select", key, self._select, slots, num_rows - batch)
+        packed, output = self._call(graphs, "target", key, self._forward, slots, num_rows)
+        # settings beyond the temperature change which kernels run, so they are not replayed
+        verified = self._call(
+            None if wanted.edits else graphs, "verify", key, self._verify_all, slots, packed, output, wanted
+        )
+        return packed, output, verified
+
+    @staticmethod
+    def _call(
+        graphs: GraphCache | None, name: str, key: tuple[int, ...], function: Callable[..., Any], *arguments: object
+    ) -> Any:
+        return function(*arguments) if graphs is None else graphs.run((name, *key), function, *arguments)
+
+    def _select(self, slots: Slots, num_drafts: int) -> None:
+        """Leaves `num_drafts` of the drafts counted, those that are likeliest to survive."""
+        assert self.estimator is not None
+        survival = self.estimator.survival(self.table.draft_log_odds[slots.rows], slots.counts - 1)
+        slots.counts.copy_(1 + select(survival, num_drafts))
+
+    def _forward(self, slots: Slots, num_rows: int) -> tuple[Packed, TargetOutput]:
+        longest = 1 if num_rows == slots.rows.shape[0] else self.num_draft_tokens + 1
+        packed = self.table.pack(*slots, num_rows, max_query_len=longest, max_seq_len=self.table.max_length)
         return packed, self.target.forward(packed.batch)
 
     def _verify_all(self, slots: Slots, packed: Packed, output: TargetOutput, wanted: Features) -> RejectionOutputs:
@@ -211,8 +303,12 @@ class Runner:
             slots.rows, slots.counts - 1, packed.batch.cu_seqlens, packed.slots, packed.batch.positions, output, wanted
         )
 
-    def _mixed(self, flight: Flight, scheduled: Sequence[ScheduledRequest]) -> None:
+    def _mixed(self, flight: Flight, scheduled: Sequence[ScheduledRequest], drafts_wait: bool) -> None:
         """A step with prompt rows: logits are asked for where requests sample, and only those draft."""
+        sampler_ids = [rows.request.request_id for rows in scheduled if rows.samples]
+        if self.policy is not None and sampler_ids:
+            width, flight.drafts = self.policy.choose(sampler_ids, len(sampler_ids), drafts_wait)
+            scheduled = [_shortened(rows, width - 1) for rows in scheduled]
         counts = [rows.num_tokens for rows in scheduled]
         slots = Slots(
             self._upload([_row_of(rows.request) for rows in scheduled]),
@@ -243,9 +339,11 @@ class Runner:
             verified = self._verify(sampling, num_drafts, cu_rows, asked_slots, positions, output, wanted)
             logprobs = self._logprobs(verified, cu_rows, output, wanted)
         flight.clock.mark("verified")
-        if self.num_draft_tokens or self.proposer.requirements.observes:
-            ids = [rows.request.request_id for rows in scheduled]
-            self._draft(slots, packed, output.states, sampling, ids, [rows.request.request_id for rows in samplers])
+        ids = [rows.request.request_id for rows in scheduled]
+        if self.proposer.requirements.observes:
+            self._observe(slots, packed, output.states, ids)
+        if self.num_draft_tokens and samplers and flight.drafts:
+            self._promise(flight, sampler_ids, self._propose(sampling, sampler_ids))
         flight.clock.mark("drafted")
         if verified is not None:
             flight.keep([self._results(verified, sampling, num_drafts), *logprobs])
@@ -275,6 +373,8 @@ class Runner:
             draft_log_probs=None if law is None else law[rows],
             law_columns=None if law is None else self._law_columns,
         )
+        if self.estimator is not None:
+            self.estimator.observe(table.draft_log_odds[rows], num_drafts, verified.num_emitted)
         table.append(rows, verified.token_ids, verified.num_emitted)
         return verified
 
@@ -290,31 +390,24 @@ class Runner:
         found = top_logprobs(output.logits, rows, verified.token_ids.flatten(), wanted.logprobs)
         return [tensor.view(batch, width, -1) for tensor in found]
 
-    def _draft(
-        self,
-        slots: Slots,
-        packed: Packed,
-        states: Tensor | None,
-        drafting: Tensor,
-        seen_ids: list[int],
-        request_ids: list[int],
-    ) -> None:
-        """Shows the proposer every row and lets it draft for table rows `drafting` [batch], whose ids are the last."""
+    def _observe(self, slots: Slots, packed: Packed, states: Tensor | None, request_ids: list[int]) -> None:
+        """Shows the proposer every row of a step that was verified."""
         table, batch = self.table, packed.batch
-        if self.proposer.requirements.observes:
-            last = (table.num_known[slots.rows] - 2 - slots.starts).clamp(min=0)
-            self.proposer.observe(
-                ObservedRows(
-                    request_ids=seen_ids,
-                    slots=slots.rows,
-                    batch=batch,
-                    next_token_ids=table.tokens[packed.slots, batch.positions + 1].long(),
-                    last_rows=batch.cu_seqlens[:-1].long() + torch.minimum(last, slots.counts - 1),
-                    states=states,
-                )
+        last = (table.num_known[slots.rows] - 2 - slots.starts).clamp(min=0)
+        self.proposer.observe(
+            ObservedRows(
+                request_ids=request_ids,
+                slots=slots.rows,
+                batch=batch,
+                next_token_ids=table.tokens[packed.slots, batch.positions + 1].long(),
+                last_rows=batch.cu_seqlens[:-1].long() + torch.minimum(last, slots.counts - 1),
+                states=states,
             )
-        if not self.num_draft_tokens or not drafting.shape[0]:
-            return
+        )
+
+    def _propose(self, drafting: Tensor, request_ids: list[int]) -> Tensor | None:
+        """Lets the proposer draft for table rows `drafting` [batch]; what the drafts promise, for adaptive drafting."""
+        table = self.table
         known, room = table.num_known[drafting], table.room(drafting, self.spare_slots)
         drafts = self.proposer.propose(
             DraftStep(
@@ -326,6 +419,7 @@ class Runner:
                 room=room,
                 temperature=self.settings.temperature[drafting],
                 seeds=table.seeds[drafting],
+                wants_confidence=self.estimator is not None,
             )
         )
         ids = drafts.token_ids
@@ -336,6 +430,12 @@ class Runner:
             table.set_laws(drafting, drafts.log_probs)
             if self._law_columns is None and drafts.token_map is not None:
                 self._law_columns = law_columns(drafts.token_map, self.target.vocab_size)
+        if self.estimator is None:
+            return None
+        table.set_log_odds(drafting, None if drafts.confidence is None else log_odds_of(drafts.confidence))
+        survival = self.estimator.survival(table.draft_log_odds[drafting], table.num_drafts[drafting])
+        # requests about to end draft less for no fault of the drafts; nobody has no room either
+        return expected_accepted(survival, room >= self.num_draft_tokens, self._widths)
 
     def _results(self, verified: RejectionOutputs, rows: Tensor, num_drafted: Tensor) -> Tensor:
         columns = (verified.num_emitted, verified.failed, num_drafted, self.table.num_drafts[rows])
@@ -379,6 +479,20 @@ class Clock:
             return end - start
         assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
         return start.elapsed_time(end) / 1000
+
+
+def _shortened(rows: ScheduledRequest, num_drafts: int) -> ScheduledRequest:
+    """The same rows with at most so many drafts."""
+    dropped = max(rows.num_drafts - num_drafts, 0)
+    return rows._replace(num_tokens=rows.num_tokens - dropped, num_drafts=rows.num_drafts - dropped)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy that is filled once the device gets there; the tensor itself where it is there already."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def _row_of(request: Request) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .batch import PackedBatch
+from .drafting import UNKNOWN_LOG_ODDS
 from .request import Request
 
 
@@ -26,19 +27,29 @@ class RequestTable:
     """Device state of up to `max_requests` requests; the host writes a row when a request is admitted."""
 
     def __init__(
-        self, max_requests: int, max_length: int, num_draft_tokens: int, block_size: int, device: torch.device
+        self,
+        max_requests: int,
+        max_length: int,
+        num_draft_tokens: int,
+        block_size: int,
+        device: torch.device,
+        spare_slots: int = 0,
     ) -> None:
+        """`spare_slots` is what the proposer writes to behind the longest context (`Requirements.spare_slots`)."""
         rows = max_requests + 1
         self.nobody, self.device, self.block_size, self.max_length = max_requests, device, block_size, max_length
         self.num_draft_tokens = num_draft_tokens
         # a finished request takes one more step before the host notices, hence the room behind the context
         self.tokens = torch.zeros(rows, max_length + num_draft_tokens + 2, dtype=torch.int32, device=device)
-        self.block_tables = torch.zeros(rows, -(-self.tokens.shape[1] // block_size), dtype=torch.int32, device=device)
+        most_slots = max(self.tokens.shape[1], max_length + spare_slots)
+        self.block_tables = torch.zeros(rows, -(-most_slots // block_size), dtype=torch.int32, device=device)
         self.num_known, self.num_drafts, self.prompt_lens, self.limits, self.capacities, self.seeds = (
             torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(6)
         )
         self.num_known[self.nobody] = 1
         self.draft_laws: Tensor | None = None  # [rows, num_draft_tokens, draft_vocab] float32, from the first law on
+        # [rows, num_draft_tokens] float32: what was known of each draft before it was drawn (`drafting.py`)
+        self.draft_log_odds = torch.zeros(rows, num_draft_tokens, device=device)
         self._free = list(range(max_requests - 1, -1, -1))
         self._blocks_written: dict[int, int] = {}  # row -> entries of its block table that are on the device
 
@@ -144,6 +155,13 @@ class RequestTable:
             shape = (self.tokens.shape[0], self.num_draft_tokens, log_probs.shape[-1])
             self.draft_laws = torch.zeros(shape, dtype=torch.float32, device=self.device)
         self.draft_laws[slots, : log_probs.shape[1]] = log_probs
+
+    def set_log_odds(self, slots: Tensor, log_odds: Tensor | None) -> None:
+        """Keeps the log-odds [batch, n] of drafts until they are verified; None where they are not known."""
+        if log_odds is None:
+            self.draft_log_odds[slots] = UNKNOWN_LOG_ODDS
+        else:
+            self.draft_log_odds[slots, : log_odds.shape[1]] = log_odds
 
     def _write(self, slots: Tensor, first: Tensor, token_ids: Tensor, counts: Tensor) -> None:
         step = torch.arange(token_ids.shape[1], device=self.device)

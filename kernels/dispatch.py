@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .records import RejectionInputs, RejectionOutputs, Stream
+from .records import RejectionInputs, RejectionOutputs, Stream, SurvivalModel
 
 
 def verify(inputs: RejectionInputs, *, fp64_gumbel: bool = False) -> RejectionOutputs:
@@ -61,6 +61,7 @@ def paged_attention(
     chunk: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """See `reference.paged_attention`."""
     if q.is_cuda:
@@ -81,6 +82,7 @@ def paged_attention(
         chunk=chunk,
         softcap=softcap,
         sinks=sinks,
+        causal=causal,
     )
 
 
@@ -144,3 +146,23 @@ def rope_store(
     else:
         implementation = reference.rope_store
     return implementation(qkv, cos, sin, q_norm, k_norm, eps, k_plane, v_plane, slot_mapping)
+
+
+def learn_survival(
+    model: SurvivalModel, log_odds: Tensor, num_verified: Tensor, num_emitted: Tensor, memory: float
+) -> None:
+    """See `reference.learn_survival`."""
+    if log_odds.is_cuda:
+        from .survival import learn_survival as implementation
+    else:
+        implementation = reference.learn_survival
+    implementation(model, log_odds, num_verified, num_emitted, memory)
+
+
+def draft_survival(model: SurvivalModel, log_odds: Tensor, num_drafts: Tensor) -> Tensor:
+    """See `reference.draft_survival`."""
+    if log_odds.is_cuda:
+        from .survival import draft_survival as implementation
+    else:
+        implementation = reference.draft_survival
+    return implementation(model, log_odds, num_drafts)

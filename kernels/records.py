@@ -109,3 +109,20 @@ def rope_heads(qkv: Tensor, cos: Tensor, sin: Tensor, k_plane: Tensor, v_plane: 
             f"cos and sin must turn whole heads, [{qkv.shape[0]}, {width}], found {list(cos.shape)}, {list(sin.shape)}"
         )
     return q_heads, kv_heads, width
+
+
+SURVIVAL_PRIOR = (1.0, 4.0)
+"""How firmly bias and slope are believed beforehand, as information; one draft adds at most a quarter of it."""
+
+
+class SurvivalModel(NamedTuple):
+    """A logistic model a position: log-odds of acceptance, all earlier drafts accepted = bias + slope * log-odds of the
+    draft law's top probability. Changed in place.
+
+    Fitted online by an information filter: each draft adds its linearised likelihood, older ones fade. A position with
+    little of its own believes the position before it; the first starts by believing the confidence as it is.
+    """
+
+    coefficients: Tensor  # [k, 2] float32; bias and slope
+    information: Tensor  # [k, 3] float32; of bias, of both, of slope
+    evidence: Tensor  # [k, 2] float32; information times what the drafts alone say of the coefficients

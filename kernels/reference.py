@@ -10,7 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .noise import BLOCK_COUNTERS, gumbels, noise_keys, uniforms
-from .records import VOCAB_BLOCK, RejectionInputs, RejectionOutputs, Stream, VerifyMode, rope_heads
+from .records import (
+    SURVIVAL_PRIOR,
+    VOCAB_BLOCK,
+    RejectionInputs,
+    RejectionOutputs,
+    Stream,
+    SurvivalModel,
+    VerifyMode,
+    rope_heads,
+)
 
 SHORT_QUERY = 16
 GROUP_SLOTS = 1024
@@ -249,14 +258,16 @@ def paged_attention(
     chunk: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal attention of packed query rows over paged keys and values, accumulated in float32.
+    """Attention of packed query rows over paged keys and values, accumulated in float32.
 
     q [num_tokens, q_heads, width_k]; k_plane and v_plane [num_blocks, block_size, kv_heads, width_k or width_v];
     cu_seqlens [batch + 1] and seq_lens [batch] int32: the queries of request b are the last rows of its seq_lens[b]
     tokens; block_tables [batch, max_blocks] int32. Query t sees key p <= t, with t - window < p if `window`, with
-    p // chunk == t // chunk if `chunk`. `softcap` c turns a score s into c * tanh(s / c); `sinks` [q_heads] join the
-    softmax as keys without a value. Returns [num_tokens, q_heads, width_v].
+    p // chunk == t // chunk if `chunk`; without `causal` it also sees the later keys of its request. `softcap` c turns
+    a score s into c * tanh(s / c); `sinks` [q_heads] join the softmax as keys without a value. Returns
+    [num_tokens, q_heads, width_v].
     """
     out = q.new_empty(*q.shape[:2], v_plane.shape[-1])
     starts, lengths = cu_seqlens.tolist(), seq_lens.tolist()
@@ -269,14 +280,17 @@ def paged_attention(
         index = torch.tensor(group, device=q.device)
         table = block_tables[index, : -(-max(group_lens) // k_plane.shape[1])]
         keys, values = _gather(k_plane, table, group_lens), _gather(v_plane, table, group_lens)
-        if dense and not window and not chunk and len(group) == 1 and longest_query in (1, group_lens[0]):
+        if dense and causal and not window and not chunk and len(group) == 1 and longest_query in (1, group_lens[0]):
             own = slice(starts[group[0]], starts[group[0] + 1])
             out[own] = _attend_causal(q[own], keys, values, scale)
             continue
         query_len = (cu_seqlens[1:] - cu_seqlens[:-1])[index, None].long()
         offsets = torch.minimum(torch.arange(longest_query, device=q.device), query_len - 1)  # padding repeats a row
         rows = cu_seqlens[index, None].long() + offsets  # [group, longest_query]
-        visible = _visible(seq_lens[index, None].long() - query_len + offsets, max(group_lens), window, chunk)
+        ends = seq_lens[index, None].long()
+        positions = ends - query_len + offsets
+        reach = positions if causal else (ends - 1).expand_as(positions)
+        visible = _visible(positions, reach, max(group_lens), window, chunk)
         queries = q[rows].transpose(1, 2)  # [group, q_heads, longest_query, width_k]
         attended = _attend(queries, keys, values, visible, scale, softcap, sinks).transpose(1, 2)
         out[rows] = attended.to(out.dtype)
@@ -314,11 +328,11 @@ def _attend_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return out[0].transpose(0, 1)
 
 
-def _visible(positions: Tensor, num_keys: int, window: int, chunk: int) -> Tensor:
-    """[group, queries, num_keys] bool for the queries at positions [group, queries]."""
+def _visible(positions: Tensor, reach: Tensor, num_keys: int, window: int, chunk: int) -> Tensor:
+    """[group, queries, num_keys] bool: queries at positions [group, queries] see keys up to `reach`."""
     key = torch.arange(num_keys, device=positions.device)
     query = positions[..., None]
-    visible = key <= query
+    visible = key <= reach[..., None]
     if window:
         visible &= key > query - window
     if chunk:
@@ -422,3 +436,47 @@ def _turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = heads.chunk(2, dim=-1)
     turned = heads * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
     return turned.to(heads.dtype)
+
+
+def draft_survival(model: SurvivalModel, log_odds: Tensor, num_drafts: Tensor) -> Tensor:
+    """Probability [batch, k] float32 that each draft and all before it are accepted; -1 beyond num_drafts [batch].
+
+    It never rises with the position, and at one position it does not depend on later ones.
+    """
+    bias, slope = model.coefficients.unbind(1)
+    # a product in parallel may round a later entry above an earlier one
+    survival = torch.sigmoid(bias + slope * log_odds).cumprod(dim=1).cummin(dim=1).values
+    position = torch.arange(log_odds.shape[1], device=log_odds.device)
+    return torch.where(position < num_drafts[:, None], survival, -1.0)
+
+
+def learn_survival(
+    model: SurvivalModel, log_odds: Tensor, num_verified: Tensor, num_emitted: Tensor, memory: float
+) -> None:
+    """Learns in place from a step: request b verified num_verified[b] drafts and emitted num_emitted[b] tokens.
+
+    log_odds [batch, k] float32. Drafts behind the first rejection teach nothing, nor does a request that emitted
+    nothing. A position forgets by exp(-1 / memory) a draft.
+    """
+    position = torch.arange(log_odds.shape[1], device=log_odds.device)
+    accepted = num_emitted[:, None].long() - 1
+    reached = ((position < num_verified[:, None]) & (position <= accepted)).float()
+    bias, slope = model.coefficients.unbind(1)
+    logits = bias + slope * log_odds
+    probs = logits.sigmoid()
+    weight = reached * probs * (1 - probs)
+    response = reached * ((position < accepted).float() - probs) + weight * logits
+    keep = (-reached.sum(0) / memory).exp()[:, None]
+    information = torch.stack([weight, weight * log_odds, weight * log_odds**2], dim=2).sum(0)
+    evidence = torch.stack([response, response * log_odds], dim=2).sum(0)
+    model.information.mul_(keep).add_(information)
+    model.evidence.mul_(keep).add_(evidence)
+    strength = model.evidence.new_tensor(SURVIVAL_PRIOR)
+    centre = torch.cat([model.evidence.new_tensor([[0.0, 1.0]]), model.coefficients[:-1]])
+    right_bias, right_slope = (model.evidence + strength * centre).unbind(1)
+    a, b, d = model.information.unbind(1)
+    a, d = a + strength[0], d + strength[1]
+    solved = torch.stack([d * right_bias - b * right_slope, a * right_slope - b * right_bias], dim=1)
+    solved = solved / (a * d - b * b)[:, None]
+    # a falling slope would prefer the drafts the head doubts; it can only be noise
+    model.coefficients.copy_(torch.stack([solved[:, 0].clamp(-8, 8), solved[:, 1].clamp(0, 4)], dim=1))

@@ -3,7 +3,7 @@
 import json
 import typing
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..heads.resolve import resolve
 from ..recipes.loader import Recipe, RecipeError, build, check_fields
 from .objectives.base import Objective
 from .settings import DataSettings, OptimizerSettings, ServingSettings, StoppingSettings
-from .vocabulary import DraftVocabulary, forced_token_ids, select_draft_vocabulary
+from .vocabulary import DraftVocabulary, forced_token_ids, select_draft_vocabulary, spare_token_id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Assembly:
 def assemble(recipe: Recipe, shards: ShardSet, allowed_packages: Collection[str] = ()) -> Assembly:
     """Validates every section against its owner; raises a ValueError naming the key, the file or the class."""
     allowed = (*allowed_packages, *_own_packages(recipe))
-    config = head_config(recipe, target_facts(shards), allowed)
+    config = _with_mask_token(head_config(recipe, target_facts(shards), allowed), shards)
     objective_class = resolve(config.objective, allowed)
     settings_class = typing.get_type_hints(objective_class.__init__)["settings"]
     objective_settings = build(settings_class, recipe.section("objective"), "objective")
@@ -114,6 +114,15 @@ def draft_vocabulary(config: HeadConfig, shards: ShardSet) -> DraftVocabulary | 
     counts = shards.token_counts()
     forced = forced_token_ids(_tokenizer(shards.target_folder), _end_ids(shards.target_folder), counts)
     return select_draft_vocabulary(counts, config.draft_vocab_size, forced)
+
+
+def _with_mask_token(config: HeadConfig, shards: ShardSet) -> HeadConfig:
+    """The config with an unused id where it wants a mask token and the recipe names none."""
+    if getattr(config, "mask_token_id", 0) is not None:
+        return config
+    folder = shards.target_folder
+    spare = spare_token_id(_tokenizer(folder), _end_ids(folder), shards.token_counts())
+    return replace(config, **{"mask_token_id": spare})
 
 
 def coverage(head: DraftHead, shards: ShardSet) -> float:

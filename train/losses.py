@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..heads.target_tensors import TargetTensors
@@ -116,6 +116,19 @@ def soft_linear_loss(
             call = dataclasses.replace(call, kl_shares=_kl_shares(alphas, call.rows, settings.lk_eta))
         total, *per_row = cast(tuple[Tensor, ...], _FusedLoss.apply(rows.states, weight, call))
     return RowLosses(total, *(torch.empty_like(x).scatter_(0, order, x) for x in per_row))
+
+
+@torch.no_grad()
+def label_probs(states: Tensor, weight: Tensor, labels: Tensor, chunk_elements: int) -> Tensor:
+    """The draft law's probability [rows] float32 of labels [rows] int64 at states [rows, hidden]."""
+    size = max(1, chunk_elements // len(weight))
+    product_dtype = _product_dtype(states)
+    weight = weight.to(product_dtype)
+    probs = []
+    for part, wanted in zip(states.to(product_dtype).split(size), labels.split(size), strict=True):
+        logits = nn.functional.linear(part, weight).to(_wide(product_dtype))
+        probs.append((logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(dim=-1)).exp())
+    return torch.cat(probs).float()
 
 
 @dataclass(frozen=True)

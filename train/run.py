@@ -78,6 +78,9 @@ def fit(request: FitRequest, listener: Listener) -> FitReport:
     accelerator = launch.start(request.device)
     speaker = listener if accelerator.is_main_process else _Silent()
     speaker.note(launch.describe(accelerator))
+    mask_token_id = getattr(assembly.config, "mask_token_id", None)
+    if mask_token_id is not None and request.recipe.section("head").get("mask_token_id") is None:
+        speaker.note(f"the mask token is id {mask_token_id}")
 
     run = request.out / "run"
     checkpoints = CheckpointFolder(run / "checkpoints")

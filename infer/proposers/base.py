@@ -18,9 +18,14 @@ class Requirements:
     planes: tuple[PlaneSpec, ...] = ()  # over the requests' own block tables
     next_token: bool = False  # whether row t of its planes depends on token t + 1: prefix-cache keys then include it
     lookahead: int = 0  # slots beyond the last token that `propose` writes to
+    fixed_lookahead: bool = False  # all of them for any draft, however few there is room for
     draft_laws: bool = False  # whether drafts carry the law they were drawn from
     observes: bool = True  # False: rows need not be gathered for it
     on_host: bool = False  # it reads what it is given on the host: its steps are neither recorded nor launched ahead
+
+    def spare_slots(self, num_draft_tokens: int) -> int:
+        """Slots that must stay free behind those of the drafts there is room for."""
+        return max(0, self.lookahead - (1 if self.fixed_lookahead else num_draft_tokens))
 
 
 class ObservedRows(NamedTuple):
@@ -52,6 +57,7 @@ class DraftStep(NamedTuple):
     room: Tensor  # [batch] int64; drafts that still fit the context, the output limit and the blocks
     temperature: Tensor  # [batch] float32
     seeds: Tensor  # [batch] int64
+    wants_confidence: bool = False  # whether `Drafts.confidence` is of use
 
 
 class Drafts(NamedTuple):
@@ -61,6 +67,8 @@ class Drafts(NamedTuple):
     lengths: Tensor  # [batch] int64
     log_probs: Tensor | None  # [batch, k, draft_vocab] float32: the law each token was drawn from; None = point mass
     token_map: Tensor | None = None  # [draft_vocab] int64 target ids of the law's columns; None = the target's own
+    confidence: Tensor | None = None  # [batch, k] float32 top probability of the law at each position, known before the
+    # token there is drawn; it may depend on earlier tokens, never on its own. None = not told
 
 
 class Released(NamedTuple):
@@ -76,7 +84,8 @@ class Proposer(ABC):
     """One drafting method. It owns its planes' contents and any per-request state, kept by row of the request table.
 
     `observe` and `propose` are pure functions of what they are given and of that state, on the device: fixed shapes,
-    nothing read on the host, so that they can be recorded as a CUDA graph (unless `requirements.on_host`).
+    nothing read on the host, state in buffers that never move, so that each can be recorded as a CUDA graph (unless
+    `requirements.on_host`).
     """
 
     requirements: Requirements
@@ -91,7 +100,11 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(self, step: DraftStep) -> Drafts:
-        """Drafts at most min(num_draft_tokens, room[b]) tokens for each request; the engine cuts what is more."""
+        """Drafts at most min(num_draft_tokens, room[b]) tokens for each request; the engine cuts what is more.
+
+        A step in which drafting does not pay passes without it. Drafts that were never verified leave no trace: noise
+        that drew one of them is not used again.
+        """
 
     @abstractmethod
     def release(self, request: Released) -> None:

@@ -1,4 +1,4 @@
-"""From draft logits to drafts: how a token is drawn, and how the steps of a chain become one record."""
+"""The steps of a draft chain: the row each computes, how its token is drawn, and how all become one record."""
 
 from typing import Literal
 
@@ -7,32 +7,84 @@ from torch import Tensor
 
 from ...kernels.dispatch import sample
 from ...kernels.records import Stream
+from ..batch import PackedBatch
 from .base import Drafts, DraftStep
 
 DraftSampling = Literal["greedy", "probabilistic"]
 
 
+def chain_rows(step: DraftStep, token_ids: Tensor, positions: Tensor, live: Tensor, block_size: int) -> PackedBatch:
+    """One row a request, at `positions` [batch] of its own blocks; those not `live` go to the padding block."""
+    batch, device = token_ids.shape[0], token_ids.device
+    positions = torch.where(live, positions, 0)
+    block = step.block_tables.gather(1, (positions // block_size)[:, None])[:, 0].long()
+    return PackedBatch(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=torch.where(live, block * block_size + positions % block_size, 0),
+        cu_seqlens=torch.arange(batch + 1, device=device, dtype=torch.int32),
+        seq_lens=(positions + 1).to(torch.int32),
+        block_tables=step.block_tables,
+        logits_rows=torch.arange(batch, device=device),
+        max_query_len=1,
+        max_seq_len=int(step.block_tables.shape[1]) * block_size,
+    )
+
+
 def draw(
-    logits: Tensor, step: DraftStep, k: int, token_map: Tensor | None, probabilistic: bool
+    logits: Tensor, step: DraftStep, k: int, num_draft_tokens: int, token_map: Tensor | None, probabilistic: bool
 ) -> tuple[Tensor, Tensor]:
     """Draft k of each request from logits [batch, draft_vocab]: target ids [batch] int64, and the law they come from.
 
     The law [batch, draft_vocab] means nothing where drafts are not probabilistic.
     """
+    tokens, laws = draw_all(logits[:, None], step, k, num_draft_tokens, token_map, probabilistic)
+    return tokens[:, 0], laws[:, 0]
+
+
+def draw_all(
+    logits: Tensor, step: DraftStep, first: int, num_draft_tokens: int, token_map: Tensor | None, probabilistic: bool
+) -> tuple[Tensor, Tensor]:
+    """Drafts first, first + 1, ... of each request, each by itself: target ids [batch, n] int64 and laws as `draw`'s.
+
+    logits [batch, n, draft_vocab].
+    """
     if not probabilistic:
-        drafts, law = logits.argmax(-1), logits
+        drafts, laws = logits.argmax(-1), logits
     else:
-        tempered = logits / torch.where(step.temperature > 0, step.temperature, 1.0)[:, None]
-        law = tempered.log_softmax(-1)
-        drafts = sample(law, step.temperature, step.seeds, step.seq_lens + k, Stream.DRAFT)
-    return (drafts if token_map is None else token_map[drafts]), law
+        temperature = step.temperature[:, None].expand(logits.shape[:2])
+        laws = (logits / torch.where(temperature > 0, temperature, 1.0)[..., None]).log_softmax(-1)
+        # a position may be drafted again after its first draft was dropped unseen; fresh noise for each keeps what the
+        # dropped one told about later positions from meeting its token again
+        draws = step.seq_lens[:, None] * num_draft_tokens + first + torch.arange(logits.shape[1], device=logits.device)
+        seeds = step.seeds[:, None].expand(draws.shape)
+        rows = (laws, temperature, seeds, draws)
+        drafts = sample(*(x.flatten(0, 1) for x in rows), Stream.DRAFT).view(draws.shape)
+    return (drafts if token_map is None else token_map[drafts]), laws
 
 
 def chain(
-    step: DraftStep, tokens: list[Tensor], laws: list[Tensor] | None, lengths: Tensor, token_map: Tensor | None
+    step: DraftStep,
+    tokens: list[Tensor],
+    laws: list[Tensor],
+    lengths: Tensor,
+    token_map: Tensor | None,
+    probabilistic: bool,
 ) -> Drafts:
-    """Drafts of the tokens [batch] and laws [batch, draft_vocab] of each step; None: the drafts are point masses."""
+    """Drafts of the tokens [batch] and laws [batch, draft_vocab] of each step, as `draw` gave them."""
     if not tokens:
-        return Drafts(step.last_token_ids[:, None][:, :0], lengths, None, token_map)
-    stacked = None if laws is None else torch.stack(laws, dim=1)
-    return Drafts(torch.stack(tokens, dim=1), lengths, stacked, token_map)
+        return no_drafts(step, lengths, token_map)
+    confidence = torch.stack([top_prob(law) for law in laws], dim=1) if step.wants_confidence else None
+    stacked = torch.stack(laws, dim=1) if probabilistic else None
+    return Drafts(torch.stack(tokens, dim=1), lengths, stacked, token_map, confidence)
+
+
+def no_drafts(step: DraftStep, lengths: Tensor, token_map: Tensor | None = None) -> Drafts:
+    """Drafts of no token for anyone."""
+    return Drafts(step.last_token_ids[:, None][:, :0], lengths, None, token_map)
+
+
+def top_prob(logits: Tensor) -> Tensor:
+    """The largest probability [...] float32 of the laws that logits or log-probabilities [..., vocab] stand for."""
+    logits = logits.float()
+    return (logits.amax(-1) - logits.logsumexp(-1)).exp()

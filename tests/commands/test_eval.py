@@ -88,6 +88,22 @@ def test_sampling_is_judged_by_its_law(model, head, prompts, tmp_path, capsys) -
     assert "n = 120" in shown
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_adaptive_drafting_is_lossless_and_names_the_best_k_by_batch_size(
+    temperature, model, head, prompts, tmp_path, capsys
+) -> None:
+    arguments = ("--model", model, "--head", head, "--prompts", prompts, "--max-new-tokens", 24, "--batch-size", 3)
+    arguments += ("--temperature", temperature, "--draft-sampling", "probabilistic", "--draft-policy", "adaptive")
+    code, out, _ = run(capsys, *arguments, "--num-draft-tokens", 3, "--ignore-eos", "--out", tmp_path)
+    assert code == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["settings"]["draft_policy"] == "adaptive"
+    assert report["lossless"]["passed"] or not report["lossless"]["tested"]
+    best = report["best_k_by_batch_size"]
+    assert set(best) == {"1", "2", "3"} and all(0 <= k <= 3 for k in best.values())
+    assert "by batch size" in out
+
+
 def test_too_few_tokens_for_the_law_are_no_failure(model, head, prompts, tmp_path, capsys) -> None:
     arguments = ("--model", model, "--head", head, "--prompts", prompts, "--max-new-tokens", 4, "--limit", 1)
     code, shown, _ = run(capsys, *arguments, "--temperature", 1, "--out", tmp_path / "r")

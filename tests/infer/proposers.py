@@ -72,14 +72,20 @@ class LawProposer(RecordingProposer):
         self.generator = torch.Generator().manual_seed(seed)
 
     def propose(self, step: DraftStep) -> Drafts:
-        token, tokens, laws = step.last_token_ids, [], []
+        token, tokens, laws, confidence = step.last_token_ids, [], [], []
         for _ in range(self.k):
             rows = self.law[token]
             token = torch.multinomial(rows, 1, generator=self.generator)[:, 0]
             tokens.append(token)
             laws.append(rows.log())
+            confidence.append(self.confidence(rows, token))
         log_probs = None if self.point_mass else torch.stack(laws, dim=1)
-        return Drafts(torch.stack(tokens, dim=1), step.room.clamp(max=self.k), log_probs)
+        ids, lengths = torch.stack(tokens, dim=1), step.room.clamp(max=self.k)
+        return Drafts(ids, lengths, log_probs, confidence=torch.stack(confidence, dim=1))
+
+    def confidence(self, rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+        """What is told of each draft: by the contract, only what was known before it was `drawn`."""
+        return rows.amax(-1)
 
 
 class ScriptedProposer(RecordingProposer):

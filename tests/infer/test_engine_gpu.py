@@ -53,6 +53,22 @@ def test_drafting_changes_nothing_in_float32(target):
     assert decode(target, 5, 0.0) == decode(target, 0, 0.0)
 
 
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("k", [1, 5])
+def test_adaptive_drafting_changes_nothing_in_float32(target, k, eager):
+    assert decode(target, k, 0.0, draft_policy="adaptive", eager=eager) == decode(target, 0, 0.0)
+
+
+def test_adaptive_drafting_measures_every_size_it_chooses_from(target):
+    proposer = Eagle3Proposer(head_of(target).cuda(), target.tensors(), 5)
+    engine = Engine(target, proposer, dataclasses.replace(CONFIG, num_draft_tokens=5, draft_policy="adaptive"))
+    assert engine.runner.policy is not None
+    costs = engine.runner.policy.costs
+    assert (costs.batches, costs.widths) == ((1, 2, 4, 8, 16), (1, 2, 3, 4, 6))
+    assert all(cost > 0 for row in costs.verify_ms for cost in row)
+    assert all(draft > rest > 0 for draft, rest in zip(costs.draft_ms, costs.rest_ms, strict=True))
+
+
 def test_no_twin_is_needed(target, monkeypatch):
     def refuse(*arguments, **keywords):
         raise AssertionError("a PyTorch twin was called on the GPU")
@@ -61,3 +77,4 @@ def test_no_twin_is_needed(target, monkeypatch):
         if function.__module__ == reference.__name__:
             monkeypatch.setattr(reference, name, refuse)
     assert all(decode(target, 4, 1.0))
+    assert all(decode(target, 4, 1.0, draft_policy="adaptive"))

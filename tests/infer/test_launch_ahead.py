@@ -85,6 +85,31 @@ def test_a_request_cancelled_in_flight_leaves_the_others_alone(target):
     assert engine.pool.num_free == engine.pool.num_blocks - 1
 
 
+class Replays:
+    """Stands where CUDA graphs stand: every call runs, on the padded buffers that a recording would have."""
+
+    def __init__(self) -> None:
+        self.batches: set[int] = set()
+
+    def run(self, key, function, *arguments):
+        self.batches.add(key[1])
+        return function(*arguments)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("k", [0, 4])
+def test_padding_to_a_bucket_changes_nothing(target, temperature, k):
+    sampling = "probabilistic" if temperature else "greedy"
+    expected = engine_of(target, k, sampling).generate(texts(14), settings(14, temperature))
+    engine = engine_of(target, k, sampling, launch_ahead=True, max_batch_size=7)
+    replays = Replays()
+    engine.runner.graphs = replays
+    outputs = engine.generate(texts(14), settings(14, temperature))
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert {4, 8} <= replays.batches <= {1, 2, 4, 8}
+    assert int(engine.table.num_known[engine.table.nobody]) == 1, "padding appended tokens to nobody's row"
+
+
 @pytest.mark.parametrize("max_length", [5, 6, 7, 8, 9, 10])
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_the_context_is_filled_and_never_passed(target, max_length, k):

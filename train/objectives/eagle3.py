@@ -6,43 +6,43 @@ Tokens are the text's own at every step; gradients flow through all steps. There
     w(t,k) = valid(t,k) * [the label can be drafted]       the label: the target's top token, or x_{t+2+k} for `ce`
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ...heads.base import DraftHead, DraftRows
+from ...heads.base import DraftHead
 from ...heads.eagle3 import Eagle3Config
 from ...heads.target_tensors import TargetTensors
-from .. import alignment
-from ..attention import UnrolledAttend, choose_backend
+from ..attention import AttentionSettings, UnrolledAttend, choose_backend
 from ..batch import TrainBatch
-from ..losses import LossRows, LossSettings, soft_linear_loss
+from ..losses import LossSettings
 from .base import LossOutput, Objective
+from .rollout import SupervisedRows, law_loss, soft_labels, unroll
 from .supervision import Supervision, step_metrics, supervise
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Settings(LossSettings):
+class Eagle3Settings(LossSettings, AttentionSettings):
     """A recipe's `objective` section."""
 
     steps: int = 7
     step_decay: float = 0.8
-    attention: Literal["auto", "dense", "flex"] = "auto"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        LossSettings.__post_init__(self)
+        AttentionSettings.__post_init__(self)
         if self.steps < 1:
             raise ValueError(f"objective.steps must be 1 or more, found {self.steps}")
         if not 0 < self.step_decay <= 1:
             raise ValueError(f"objective.step_decay must lie in (0, 1], found {self.step_decay}")
-        if self.attention not in ("auto", "dense", "flex"):
-            raise ValueError(f"objective.attention must be auto, dense or flex, found {self.attention!r}")
 
 
 class Eagle3Objective(Objective):
     """Needs `final_states` (raw, id L) for the soft labels. The fed-back state is whatever the head calls feedback."""
+
+    settings: Eagle3Settings
 
     def __init__(self, config: Eagle3Config, settings: Eagle3Settings) -> None:
         self.config, self.settings = config, settings
@@ -52,54 +52,29 @@ class Eagle3Objective(Objective):
         return self.settings.steps
 
     def count(self, head: DraftHead, batch: TrainBatch) -> Tensor:
-        return self._supervise(head, batch).weights.sum(dim=1, dtype=torch.float32)
+        return self.supervise(head, batch).weights.sum(dim=1, dtype=torch.float32)
 
     def __call__(self, head: DraftHead, target: TargetTensors, batch: TrainBatch) -> LossOutput:
-        """The loss; metrics per step k: `loss_k`, `entropy_k`, `alpha_k` over supervised rows, `agree_k`, `accept_k`
-        over valid ones.
+        """The loss, and the metrics of `step_metrics`.
 
         Raises ValueError without `final_states`. A batch without supervised rows gives 0, and zero gradients for every
         trainable parameter.
         """
-        if batch.final_states is None:
-            raise ValueError(
-                "eagle3 needs the target's last state for its soft labels, found shards without id L; extract again"
-            )
-        supervision = self._supervise(head, batch)
-        # one transfer decides the rows of all steps
-        steps, rows = supervision.weights.nonzero(as_tuple=True)
-        states = self.unroll(head, target, batch, rows.split(steps.bincount(minlength=self.num_terms).tolist()))
-        label_rows, targets = alignment.soft_label_rows(rows, steps).unique(return_inverse=True)
-        decay = self.settings.step_decay ** torch.arange(self.num_terms, device=steps.device)
-        losses = soft_linear_loss(
-            LossRows(
-                states=states,
-                weights=(decay / batch.denominators.to(steps.device))[steps],
-                terms=steps,
-                targets=targets,
-                labels=supervision.labels[steps, rows],
-            ),
-            head.output_weight(target),
-            target,
-            target.norm(batch.final_states.flatten(0, 1)[label_rows].to(states.dtype)),
-            head.draft_to_target(),
-            self.settings,
-        )
-        return LossOutput(losses.total, step_metrics(supervision, losses, steps, rows))
+        supervision = self.supervise(head, batch)
+        found = SupervisedRows.of(supervision)
+        states = self.unroll(head, target, batch, found.per_step)
+        labels = soft_labels(target, batch, found, states.dtype)
+        decay = self.settings.step_decay ** torch.arange(self.num_terms, device=states.device)
+        weights = decay / batch.denominators.to(states.device)
+        losses = law_loss(head, target, supervision, found, labels, states, weights, self.settings)
+        return LossOutput(losses.total, step_metrics(supervision, losses, found.steps, found.rows))
 
-    def _supervise(self, head: DraftHead, batch: TrainBatch) -> Supervision:
+    def supervise(self, head: DraftHead, batch: TrainBatch) -> Supervision:
+        """Which rows count at which step."""
         return supervise(head, batch, self.num_terms, self.settings.loss)
 
-    def unroll(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, rows: tuple[Tensor, ...]) -> Tensor:
-        """The logits states [sum of rows, hidden] of each step's supervised rows, step by step."""
-        device = batch.token_ids.device
-        attend = UnrolledAttend(batch.document_ids, choose_backend(self.settings.attention, device))
-        dtype = next(head.parameters()).dtype
-        states = head.combine(batch.aux_states.to(dtype))
-        kept = []
-        for step in range(self.num_terms):
-            embeds = head.embed(alignment.input_tokens(batch, step), target).to(dtype)
-            output = head(DraftRows(embeds, states, batch.positions + step), attend)
-            states = output.feedback
-            kept.append(output.logits_states.flatten(0, 1)[rows[step]])
-        return torch.cat(kept)
+    def unroll(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, per_step: Sequence[Tensor]) -> Tensor:
+        """The logits states [num_rows, hidden] of each step's supervised rows, step by step."""
+        attend = UnrolledAttend(batch.document_ids, choose_backend(self.settings.attention, batch.token_ids.device))
+        states = head.combine(batch.aux_states.to(next(head.parameters()).dtype), target)
+        return unroll(head, target, batch, states, attend, per_step)

@@ -20,18 +20,18 @@ class Supervision(NamedTuple):
     weights: Tensor  # bool; valid and draftable
 
 
-def supervise(head: DraftHead, batch: TrainBatch, num_steps: int, loss: LossKind) -> Supervision:
-    """The rows of every step; the label is x_{t+2+k} for `ce`, the target's top token there for the other losses."""
+def supervise(head: DraftHead, batch: TrainBatch, num_steps: int, loss: LossKind, ahead: int = 1) -> Supervision:
+    """The rows of every step; the label is the text's token for `ce`, the target's top token for the other losses."""
     draft_to_target, vocab_size = head.draft_to_target(), head.config.vocab_size
 
     def draft_ids(per_step: list[Tensor]) -> Tensor:
         return alignment.to_draft_ids(torch.stack(per_step).flatten(1), draft_to_target, vocab_size)
 
-    valid = alignment.valid_rows(batch, num_steps).flatten(1)
-    tops = draft_ids([alignment.label_tops(batch, k) for k in range(num_steps)])
+    valid = alignment.valid_rows(batch, num_steps, ahead).flatten(1)
+    tops = draft_ids([alignment.label_tops(batch, k, ahead) for k in range(num_steps)])
     labels = tops
     if loss == "ce":
-        labels = draft_ids([alignment.label_tokens(batch, k) for k in range(num_steps)])
+        labels = draft_ids([alignment.label_tokens(batch, k, ahead) for k in range(num_steps)])
     return Supervision(valid, tops, labels, valid & (labels >= 0))
 
 
