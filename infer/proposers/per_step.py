@@ -58,10 +58,10 @@ class PerStepProposer(Proposer):
             newest, law = self._draw(self.head.logits(logits_states, self.target, k), step, k)
             tokens.append(newest)
             laws.append(law)
-        return chain(step, tokens, laws if self.probabilistic else None, room, self.token_map)
+        return chain(step, tokens, laws, room, self.token_map, self.probabilistic)
 
     def release(self, request: Released) -> None:
         """Nothing is kept by request: a table row is written again before it is read for another one."""
 
     def _draw(self, logits: Tensor, step: DraftStep, k: int) -> tuple[Tensor, Tensor]:
-        return draw(logits, step, k, self.token_map, self.probabilistic)
+        return draw(logits, step, k, self.num_draft_tokens, self.token_map, self.probabilistic)

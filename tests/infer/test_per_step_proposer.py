@@ -126,7 +126,7 @@ def output_of(law: Tensor) -> Tensor:
 
 
 def test_sampled_acceptance_is_the_closed_form_of_perfect_medusa_heads():
-    """Heads whose laws are P^2..P^5: .767621, .543182, .369060, .246224 of the first drafts of a stationary text survive.
+    """Heads whose laws are P^2..P^5: .767621, .543182, .369060, .246224 of a stationary text's first drafts survive.
 
     Later drafts of a request start where earlier ones were rejected, which is no stationary place.
     """

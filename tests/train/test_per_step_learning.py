@@ -92,8 +92,8 @@ def test_blocks_over_a_shared_matrix_learn_the_cycle_too():
 @pytest.mark.parametrize("style", ["medusa", "mlp"])
 @pytest.mark.parametrize("loss", ["ce", "kl"])
 def test_cycle_with_labels_one_off_accepts_nothing(style: str, loss: LossKind, by: int, monkeypatch):
-    monkeypatch.setattr(alignment, "soft_label_rows", lambda rows, steps: LABEL_ROWS(rows, steps) + by)
-    monkeypatch.setattr(alignment, "label_tokens", lambda batch, step: LABEL_TOKENS(batch, step + by))
+    monkeypatch.setattr(alignment, "soft_label_rows", lambda *arguments: LABEL_ROWS(*arguments) + by)
+    monkeypatch.setattr(alignment, "label_tokens", lambda batch, step, ahead: LABEL_TOKENS(batch, step, ahead + by))
     masked = [d._replace(loss_mask=torch.arange(9) < 8) for d in cycle_documents(9)]
     head, target, _ = fit(style, masked, CYCLE, loss, steps=50)
     assert acceptance_length(head, target, cycle_documents(8)) == 1
@@ -174,7 +174,7 @@ def test_mlp_heads_converge_to_the_entropy_of_the_chain_at_every_step():
 
 @pytest.mark.parametrize(("by", "floor"), [(-1, ENTROPIES[0]), (1, ENTROPIES[2])])
 def test_medusa_with_labels_one_off_converges_elsewhere(by: int, floor: float, monkeypatch):
-    monkeypatch.setattr(alignment, "soft_label_rows", lambda rows, steps: LABEL_ROWS(rows, steps) + by)
+    monkeypatch.setattr(alignment, "soft_label_rows", lambda *arguments: LABEL_ROWS(*arguments) + by)
     assert cross_entropy(learn_chain("medusa", 1)) == pytest.approx(floor, abs=2e-3)
 
 

@@ -17,6 +17,7 @@ from .. import alignment
 from ..batch import TrainBatch
 from ..losses import LossKind, LossRows, LossSettings, RowLosses, soft_linear_loss
 from .base import LossOutput, Objective
+from .rollout import SupervisedRows
 from .supervision import Supervision, step_metrics, supervise
 
 
@@ -60,12 +61,11 @@ class PerStepObjective(Objective):
         supervision = self._supervise(head, batch)
         # a row that counts at any step counts at the first
         rows = supervision.valid[0].nonzero().squeeze(1)
-        steps, supervised = supervision.weights.nonzero(as_tuple=True)
-        per_step = supervised.split(steps.bincount(minlength=self.num_terms).tolist())
+        found = SupervisedRows.of(supervision)
         final = batch.final_states.flatten(0, 1)
         losses: list[RowLosses] = []
         for step, states in enumerate(self.unroll(head, target, batch, rows)):
-            mine = per_step[step]
+            mine = found.per_step[step]
             label_rows = alignment.soft_label_rows(mine, torch.full_like(mine, step))
             weight = self.settings.head_decay ** (step + 1) / batch.denominators[step].to(states.device)
             losses.append(
@@ -92,7 +92,7 @@ class PerStepObjective(Objective):
             alphas=torch.cat([part.alphas for part in losses]),
             top_ids=torch.cat([part.top_ids for part in losses]),
         )
-        return LossOutput(total, step_metrics(supervision, joined, steps, supervised))
+        return LossOutput(total, step_metrics(supervision, joined, found.steps, found.rows))
 
     def unroll(self, head: PerStepHead, target: TargetTensors, batch: TrainBatch, rows: Tensor) -> Iterator[Tensor]:
         """The logits states [num_rows, hidden] of each step, for `rows` [num_rows] int64 of the flattened batch."""
