@@ -179,3 +179,22 @@ def test_the_law_of_a_sampled_draft_is_the_heads_at_the_requests_temperature(tar
             torch.testing.assert_close(drafts.log_probs[:, k], (logits / step.temperature[:, None]).log_softmax(-1))
             tokens, compared = drafts.token_ids[:, k], compared + 1
     assert compared > 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("style", ["medusa", "medusa, shared lm_head and token map", "mlp, tied and scaled"])
+def test_recorded_steps_say_what_eager_ones_say(prompts, style: str, temperature: float):
+    target = Target.from_model(rand_llama(max_position_embeddings=128).cuda())
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=5 + 9 * (i % 5)) for i in range(len(prompts))]
+    outputs = []
+    for eager in (False, True):
+        head = head_of(target, style).cuda()
+        sampling = "probabilistic" if temperature else "greedy"
+        proposer = resolve(head.config.proposer)(head, target.tensors(), 5, sampling)
+        config = dataclasses.replace(CONFIG, block_size=16, num_draft_tokens=5, eager=eager)
+        outputs.append([o.token_ids for o in Engine(target, proposer, config).generate(prompts, params)])
+    assert outputs[0] == outputs[1]
+    if not temperature:
+        plain = Engine(target, NoneProposer(), dataclasses.replace(CONFIG, block_size=16)).generate(prompts, params)
+        assert outputs[0] == [o.token_ids for o in plain]
