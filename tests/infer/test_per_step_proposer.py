@@ -71,7 +71,7 @@ def test_greedy_output_never_changes(target, prompts, plain, style: str, k: int)
 @pytest.mark.parametrize("style", ["medusa", "mlp"])
 def test_drafts_do_not_depend_on_batch_chunks_preemption_or_cached_prefixes(target, prompts, plain, style: str):
     seen = []
-    changes = ({}, {"max_batch_size": 1}, {"max_batch_tokens": 7}, {"num_blocks": 40}, {"prefix_cache": True})
+    changes = ({}, {"max_batch_size": 1, "max_batch_tokens": 7}, {"num_blocks": 40}, {"prefix_cache": True})
     for change in changes:
         proposer, drafts = proposer_of(target, style, 4), {}
 
