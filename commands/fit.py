@@ -21,6 +21,9 @@ def fit(
     recipe: Annotated[str, typer.Option(help="Name of a recipe, or the path of a YAML file.")] = "eagle3",
     shards: Annotated[list[Path] | None, typer.Option(help="Shard folders written by extract.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the head; the run is kept in its run/.")] = None,
+    start_from: Annotated[
+        Path | None, typer.Option(help="Head folder to go on from: its weights and its draft vocabulary.")
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, such as optimizer.lr=2e-4.")
     ] = None,
@@ -53,6 +56,7 @@ def fit(
         recipe=resolved,
         shards=tuple(shards),
         out=out,
+        start_from=start_from,
         resume=resume,
         overwrite=overwrite,
         device=device,
