@@ -1,7 +1,11 @@
-"""`spectrain bench`: speed beside other ways to decode, in one run, and only after the outputs were checked."""
+"""`spectrain bench`: speed as ratios within one run, and only after the outputs were checked.
+
+What is measured, and how, stands in `benchmarks/`.
+"""
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +14,8 @@ import typer
 from .options import Device, Dtype, Eager, Model, Overwrite
 
 if TYPE_CHECKING:
-    from ..infer.report import MethodResult
+    from .benchmarks.record import Record
+    from .benchmarks.targets import Source
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -21,9 +26,19 @@ MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate a prompt.")]
 NumDraftTokens = Annotated[int | None, typer.Option(help="Draft tokens a step; the head's own default otherwise.")]
 Out = Annotated[Path, typer.Option(help="Folder for bench.json and the reports it rests on.")]
 
+TargetModel = Annotated[str | None, typer.Option("--model", help="The target: a folder or a hub id; or give --shape.")]
+Shape = Annotated[
+    str | None, typer.Option(help="A Qwen3 of random weights built on the device: tiny, 1b or 8b; or give --model.")
+]
+BatchSizes = Annotated[str, typer.Option(help="Requests decoded together, as 1,16,64; a row each.")]
+Context = Annotated[int, typer.Option(help="Tokens each request has before it decodes.")]
+Steps = Annotated[int, typer.Option(help="Engine steps a repeat; there are five.")]
+Drafts = Annotated[int, typer.Option(help="Draft tokens a step.")]
+OutFile = Annotated[Path, typer.Option(help="The JSON file to write.")]
 
-class BenchError(ValueError):
-    """Nothing may be measured: the outputs differ, or an option does not fit."""
+
+class OutputError(ValueError):
+    """The output file may not be written."""
 
 
 @app.callback()
@@ -46,6 +61,8 @@ def generate(
     overwrite: Overwrite = False,
 ) -> None:
     """Tokens/s at batch 1, greedy: the head, plain decoding in the same engine, transformers' static cache."""
+    from .benchmarks.generate import print_rows, row_of, transformers_speed
+    from .benchmarks.record import BenchError
     from .eval import Options, run
 
     options = Options(
@@ -66,90 +83,189 @@ def generate(
     failed = [f"{r.prompt_set}: {r.lossless.reason}" for r in results if not r.lossless.passed]
     if failed:
         raise BenchError(f"expected the same output with and without drafts, found {'; '.join(failed)}; see {out}")
-    theirs = _transformers(options, out / "outputs.jsonl")
-    rows = [_row(result, theirs[result.prompt_set]) for result in results]
+    theirs = transformers_speed(options, out / "outputs.jsonl")
+    rows = [row_of(result, theirs[result.prompt_set]) for result in results]
     record = {"date": time.strftime("%Y-%m-%d"), **json.loads((out / "report.json").read_text())["environment"]}
     (out / "bench.json").write_text(json.dumps({**record, "generate": rows}, indent=2) + "\n")
-    _print(rows)
+    print_rows(rows)
 
 
-def _transformers(options: Any, outputs: Path) -> dict[str, dict[str, Any]]:
-    """Speed of transformers' own `generate` on the same prompts, and on how many it says what plain decoding said."""
+@app.command("decode")
+def decode(
+    model: TargetModel = None,
+    shape: Shape = None,
+    batch_sizes: BatchSizes = "1,16,64",
+    context: Context = 1024,
+    steps: Steps = 40,
+    transformers: Annotated[
+        bool, typer.Option("--transformers", help="Also transformers' generate with its static cache, same prompts.")
+    ] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    out: OutFile = Path("bench-decode.json"),
+    overwrite: Overwrite = False,
+) -> None:
+    """Plain decoding: the engine's step beside the memory floor, and host time that no GPU time hides.
+
+    The floor is the bytes of weights a step reads over the bandwidth of a large copy, measured in the same run.
+    Checked: the texts are those of the engine without graphs and fused layers, or part within rounding.
+    """
+    settings = dict(locals())
+    _check(out, overwrite, context=context, steps=steps)
+    from .benchmarks import decode as benchmark
+    from .benchmarks.record import numbers
+
+    sizes = sorted(numbers(batch_sizes, "--batch-sizes"))
+    source = _source(model, shape, device, dtype)
+    work = benchmark.Work(sizes, context, steps, transformers)
+    _run("decode", source, settings, out, lambda record: benchmark.run(record, source, work))
+
+
+@app.command("verify")
+def verify(
+    model: TargetModel = None,
+    shape: Shape = None,
+    batch_sizes: BatchSizes = "1,16",
+    context: Context = 1024,
+    steps: Steps = 40,
+    num_draft_tokens: Drafts = 5,
+    acceptance_length: Annotated[float, typer.Option(help="Mean tokens a step that free drafts are kept for.")] = 3.5,
+    rejection_batch: Annotated[int, typer.Option(help="Requests of the rejection pipeline; 0 leaves it out.")] = 64,
+    vocab_size: Annotated[int, typer.Option(help="Vocabulary of the rejection pipeline.")] = 151_936,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    out: OutFile = Path("bench-verify.json"),
+    overwrite: Overwrite = False,
+) -> None:
+    """Verification: k + 1 rows beside one, the speed-up of free drafts at a given acceptance, the rejection pipeline.
+
+    The pipeline is measured in every mode against one read of its float32 logits and against its PyTorch twin.
+    Checked: kernel = twin; greedy texts with drafts that are mostly right = plain texts; acceptance as asked for.
+    """
+    settings = dict(locals())
+    _check(out, overwrite, context=context, steps=steps, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size)
     import torch
-    from transformers import AutoModelForCausalLM
 
+    from ..infer.synthetic import survival_of_length
+    from .benchmarks import rejection
+    from .benchmarks import verify as benchmark
+    from .benchmarks.record import numbers
+
+    survival_of_length(acceptance_length, num_draft_tokens)  # refuses what does not fit before anything runs
+    sizes = sorted(numbers(batch_sizes, "--batch-sizes"))
+    source = _source(model, shape, device, dtype)
+    work = benchmark.Work(sizes, context, steps, num_draft_tokens, acceptance_length)
+
+    def both(record: "Record") -> None:
+        if rejection_batch:
+            rejection.run(record, rejection_batch, num_draft_tokens, vocab_size, torch.float32)
+        benchmark.run(record, source, work)
+
+    _run("verify", source, settings, out, both)
+
+
+@app.command("attention")
+def attention(
+    loads: Annotated[str, typer.Option(help="BATCHxCONTEXTxROWS between commas.")] = "1x32768x1,32x4096x6,64x1024x1",
+    heads: Annotated[str, typer.Option(help="Query heads, key heads and head width.")] = "32,8,128",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    out: OutFile = Path("bench-attention.json"),
+    overwrite: Overwrite = False,
+) -> None:
+    """Paged attention of one layer: bytes of keys and values a second, as a share of the bandwidth of a large copy.
+
+    Checked: each load against its PyTorch twin in float32.
+    """
+    settings = dict(locals())
+    _check(out, overwrite)
+    from .benchmarks import attention as benchmark
+    from .benchmarks.record import BenchError, Record, numbers
     from .devices import device_of, dtype_of
-    from .eval import PLAIN
 
-    device = device_of(options.device)
-    dtype = dtype_of(options.dtype, device)
-    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
-    model.to(device).eval()
-    rows = [row for row in map(json.loads, outputs.read_text().splitlines()) if row["method"] == PLAIN]
-    # one padded length for all prompts: a static cache of another size would be compiled again
-    width = max(len(row["prompt_token_ids"]) for row in rows)
-
-    def answer(row: dict[str, Any]) -> list[int]:
-        ids = row["prompt_token_ids"]
-        padding = width - len(ids)
-        with torch.inference_mode():
-            full = model.generate(
-                input_ids=torch.tensor([[0] * padding + ids], device=device),
-                attention_mask=torch.tensor([[0] * padding + [1] * len(ids)], device=device),
-                max_new_tokens=options.max_new_tokens,
-                do_sample=False,
-                cache_implementation="static",
-            )
-        return full[0, width:].tolist()
-
-    for row in rows[:2]:  # compiles
-        answer(row)
-    sets: dict[str, dict[str, Any]] = {}
-    for name in dict.fromkeys(row["prompt_set"] for row in rows):
-        mine = [row for row in rows if row["prompt_set"] == name]
-        begun = time.perf_counter()
-        answers = [answer(row) for row in mine]
-        seconds = time.perf_counter() - begun
-        sets[name] = {
-            "tokens_per_second": sum(map(len, answers)) / seconds,
-            "equal": sum(a == row["token_ids"] for a, row in zip(answers, mine, strict=True)),
-        }
-    return sets
+    shape = numbers(heads, "--heads")
+    if len(shape) != 3 or shape[0] % shape[1]:
+        raise BenchError(f"--heads takes query heads, key heads that divide them, and a width; found {heads!r}")
+    found = device_of(device)
+    parsed = [benchmark.Load.parse(load) for load in loads.split(",")]
+    kind = dtype_of(dtype, found)
+    facts = {**_plain(settings), "dtype": str(kind).removeprefix("torch.")}
+    record = Record("attention", found, facts, out)
+    _finish(record, lambda record: benchmark.run(record, benchmark.Heads(shape[0], shape[1], shape[2]), parsed, kind))
 
 
-def _row(result: "MethodResult", theirs: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "prompt_set": result.prompt_set,
-        "num_prompts": result.num_prompts,
-        "num_draft_tokens": result.num_draft_tokens,
-        "acceptance_length": result.acceptance_length,
-        "tokens_per_second": result.tokens_per_second,
-        "plain_tokens_per_second": result.baseline_tokens_per_second,
-        "transformers_tokens_per_second": theirs["tokens_per_second"],
-        "speedup": result.speedup,
-        "speedup_over_transformers": result.tokens_per_second / theirs["tokens_per_second"],
-        "noise_floor": result.noise_floor,
-        "prompts_equal_to_plain": result.lossless.equal,
-        "prompts_equal_to_transformers": theirs["equal"],
-    }
+@app.command("policy")
+def policy(
+    model: TargetModel = None,
+    shape: Shape = None,
+    concurrency: Annotated[str, typer.Option(help="Running requests, as 4,16,64,256; a row each.")] = "4,16,64,256",
+    context: Context = 512,
+    num_draft_tokens: Drafts = 7,
+    acceptance_rates: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Share of steps that keep the first 1, 2, ... drafts, as .8,.6 or a JSON file; may be given "
+            "several times. Otherwise those of a strong head and of one on chat."
+        ),
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    out: OutFile = Path("bench-policy.json"),
+    overwrite: Overwrite = False,
+) -> None:
+    """Adaptive drafting beside never and always drafting, with free drafts kept at given rates.
+
+    Every policy is timed over the same stretch of its texts. Checked: drafts were kept as often as was asked for.
+    """
+    settings = dict(locals())
+    _check(out, overwrite, context=context, num_draft_tokens=num_draft_tokens)
+    from ..infer.synthetic import check_survival, parse_rates
+    from .benchmarks import policy as benchmark
+    from .benchmarks.record import numbers
+
+    rates = {text: tuple(parse_rates(text)) for text in acceptance_rates or ()} or benchmark.RATES
+    for survival in rates.values():
+        check_survival(survival, num_draft_tokens)
+    source = _source(model, shape, device, dtype)
+    work = benchmark.Work(sorted(numbers(concurrency, "--concurrency")), context, num_draft_tokens, rates)
+    settings["acceptance_rates"] = {name: list(survival) for name, survival in rates.items()}
+    _run("policy", source, settings, out, lambda record: benchmark.run(record, source, work))
 
 
-def _print(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _check(out: Path, overwrite: bool, **at_least_one: int) -> None:
+    for name, value in at_least_one.items():
+        if value < 1:
+            raise OutputError(f"--{name.replace('_', '-')} must be at least 1, found {value}")
+    if out.exists() and not overwrite:
+        raise OutputError(f"{out} is there already; pass --overwrite or another --out")
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("set", "prompts", "k", "length", "head tok/s", "plain tok/s", "transformers tok/s", "head/plain"):
-        table.add_column(title, justify="left" if title == "set" else "right")
-    for row in rows:
-        table.add_row(
-            row["prompt_set"],
-            str(row["num_prompts"]),
-            str(row["num_draft_tokens"]),
-            f"{row['acceptance_length']:.2f}",
-            f"{row['tokens_per_second']:.1f}",
-            f"{row['plain_tokens_per_second']:.1f}",
-            f"{row['transformers_tokens_per_second']:.1f}",
-            f"{row['speedup']:.2f}",
-        )
-    Console(highlight=False).print(table)
+
+def _source(model: str | None, shape: str | None, device: str, dtype: str) -> "Source":
+    from .benchmarks.targets import Source
+    from .devices import device_of, dtype_of
+
+    found = device_of(device)
+    return Source(model=model, shape=shape, device=found, dtype=dtype_of(dtype, found))
+
+
+def _run(name: str, source: "Source", settings: dict[str, Any], out: Path, measure: "Callable[[Record], None]") -> None:
+    from .benchmarks.record import Record
+
+    facts = {"model": source.name, "dtype": str(source.dtype).removeprefix("torch.")}
+    _finish(Record(name, source.device, {**_plain(settings), **facts}, out), measure)
+
+
+def _finish(record: "Record", measure: "Callable[[Record], None]") -> None:
+    """Measures; the rows that passed are shown and written, also where a later one was refused."""
+    try:
+        measure(record)
+    finally:
+        if record.rows:
+            record.write()
+            record.show()
+            print(f"record: {record.path}")
+
+
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings as JSON; how the record is written is none of them."""
+    return {name: value for name, value in settings.items() if name not in ("out", "overwrite")}

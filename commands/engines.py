@@ -6,6 +6,7 @@ from ..infer.draft_policy import DraftPolicyName
 from ..infer.engine import Engine, EngineConfig
 from ..infer.proposers.base import Proposer
 from ..infer.target import Target
+from ..kernels.records import VerifyMode
 
 STEP_TOKENS = 2048
 
@@ -19,6 +20,8 @@ def build_engine(
     longest: int,
     num_blocks: int | None = None,
     eager: bool = False,
+    verify_mode: VerifyMode = VerifyMode.STANDARD,
+    acceptance_rates: tuple[float, ...] | None = None,
     draft_policy: DraftPolicyName = "fixed",
 ) -> Engine:
     """An engine whose cache holds a full batch of `longest` tokens each, as far as memory goes.
@@ -32,6 +35,8 @@ def build_engine(
         max_batch_size=batch_size,
         max_length=max(longest, num_draft_tokens + 1),
         eager=eager,
+        verify_mode=verify_mode,
+        acceptance_rates=acceptance_rates,
         draft_policy=draft_policy,
     )
     if target.device.type == "cuda":

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
+from .acceptance import acceptance_rates
 from .heads import is_model, load_model, warn_of_differences
 from .options import (
+    AcceptanceLength,
+    AcceptanceRates,
     AllowPackage,
     Device,
     Dtype,
@@ -29,6 +32,8 @@ from .options import (
     Temperature,
     TopK,
     TopP,
+    Verification,
+    VerificationName,
 )
 from .progress import progress_bars
 
@@ -43,6 +48,8 @@ if TYPE_CHECKING:
     from ..infer.target import Target
 
 PLAIN = "none"
+SYNTHETIC = "synthetic"
+HEADLESS = (PLAIN, SYNTHETIC)
 DEFAULT_NUM_DRAFT_TOKENS = 3
 FILES = ("report.json", "report.html", "outputs.jsonl")
 
@@ -60,6 +67,9 @@ class Options(NamedTuple):
     method: str | None = None
     num_draft_tokens: int | None = None
     draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
+    verification: VerificationName = "standard"
+    acceptance_rates: str | None = None
+    acceptance_length: float | None = None
     draft_policy: Literal["fixed", "adaptive"] = "fixed"
     temperature: float = 0.0
     top_k: int = 0
@@ -91,7 +101,8 @@ Prompts = Annotated[list[Path], typer.Option(help="JSONL files of prompts; one r
 Method = Annotated[
     str | None,
     typer.Option(
-        help="`none` for plain decoding; draft_model or pard where --head is an ordinary model; else the head's own."
+        help="`none` for plain decoding, `synthetic` for free drafts, draft_model or pard where --head is an ordinary "
+        "model; else the head's own."
     ),
 ]
 NumDraftTokens = Annotated[int | None, typer.Option(help="Draft tokens a step; the head's own default otherwise.")]
@@ -114,6 +125,9 @@ def evaluate(
     method: Method = None,
     num_draft_tokens: NumDraftTokens = None,
     draft_sampling: DraftSampling = "greedy",
+    verification: Verification = "standard",
+    acceptance_rates: AcceptanceRates = None,
+    acceptance_length: AcceptanceLength = None,
     draft_policy: DraftPolicy = "fixed",
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -141,7 +155,7 @@ def evaluate(
 ) -> None:
     """Decodes prompts plainly and with the head, through the same engine; reports speed and whether outputs agree.
 
-    Exit code 1 if drafting changed the output.
+    Exit code 1 if drafting changed the output. Synthetic verification changes it by design: nothing is checked then.
     """
     results = run(Options(**locals()))
     if any(result.lossless.tested and not result.lossless.passed for result in results):
@@ -165,12 +179,13 @@ def run(options: Options, *, quiet: bool = False) -> "list[MethodResult]":
     prompt_sets = {
         name: _read_prompts(path, target, options) for name, path in zip(names, options.prompts, strict=True)
     }
-    loaded = None if method == PLAIN else _load_head(options, target)
-    k = 0 if loaded is None else _num_draft_tokens(options, loaded.record)
+    loaded = None if method in HEADLESS else _load_head(options, target)
+    k = 0 if method == PLAIN else _num_draft_tokens(options, {} if loaded is None else loaded.record)
     _check_lengths(prompt_sets, k, target)
+    rates = acceptance_rates(options.verification, k, options.acceptance_rates, options.acceptance_length)
     measured = []
     for name, prompts in prompt_sets.items():
-        build = _builder(options, target, loaded, prompts)
+        build = _builder(options, target, loaded, rates, prompts)
         with progress_bars(len(prompts)) as progress:
             measured.append(_measure(method, name, prompts, params, k, options, target, build, progress))
     results = [m.result for m in measured]
@@ -205,6 +220,8 @@ def _measure(
         batch_size=options.batch_size,
         dtype=target.dtype,
         seed=options.seed,
+        law_by_position=options.verification != "block",
+        synthetic=options.verification == "synthetic",
     )
     return evaluate(work, build, progress)
 
@@ -212,8 +229,8 @@ def _measure(
 def _method(options: Options) -> str:
     """The method's name, from the head where one is given."""
     if options.head is None:
-        if options.method == PLAIN:
-            return PLAIN
+        if options.method in HEADLESS:
+            return options.method
         wanted = "" if options.method is None else f" for --method {options.method}"
         raise EvalError(
             f"expected a draft head{wanted}, found no --head; give --head DIR written by `spectrain fit`, or "
@@ -221,6 +238,8 @@ def _method(options: Options) -> str:
         )
     if options.method == PLAIN:
         return PLAIN
+    if options.method == SYNTHETIC:
+        raise EvalError("synthetic drafts need no head, found --head; drop --head, or --method")
     if options.method is not None and is_model(options.head, options.method):
         return options.method
     from ..heads.folder import read_record
@@ -321,8 +340,14 @@ def _check_lengths(prompt_sets: "Mapping[str, Sequence[Prompt]]", k: int, target
 
 
 def _builder(
-    options: Options, target: "Target", loaded: "LoadedHead | None", prompts: "Sequence[Prompt]"
+    options: Options,
+    target: "Target",
+    loaded: "LoadedHead | None",
+    rates: tuple[float, ...] | None,
+    prompts: "Sequence[Prompt]",
 ) -> "BuildEngine":
+    from ..kernels.records import VerifyMode
+
     longest = max(len(p.token_ids) for p in prompts) + options.max_new_tokens
 
     def build(num_draft_tokens: int, batch_size: int) -> "Engine":
@@ -337,6 +362,8 @@ def _builder(
             longest=longest,
             num_blocks=options.num_blocks,
             eager=options.eager,
+            verify_mode=VerifyMode(options.verification),
+            acceptance_rates=rates,
             draft_policy=options.draft_policy,
         )
 
@@ -344,10 +371,14 @@ def _builder(
 
 
 def _proposer(options: Options, target: "Target", loaded: "LoadedHead | None", num_draft_tokens: int) -> "Proposer":
-    if loaded is None or not num_draft_tokens:
+    if not num_draft_tokens:
         from ..infer.proposers.none import NoneProposer
 
         return NoneProposer()
+    if loaded is None:
+        from ..infer.proposers.synthetic import SyntheticProposer
+
+        return SyntheticProposer(num_draft_tokens, target.vocab_size)
     from ..heads.resolve import resolve
 
     proposer = resolve(loaded.head.config.proposer, options.allow_package or ())

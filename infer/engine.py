@@ -12,19 +12,23 @@ from dataclasses import dataclass
 
 import torch
 
+from ..kernels.records import VerifyMode
 from .costs import StepCosts
 from .draft_policy import DraftPolicy, DraftPolicyName
+from .flight import Clock, Flight, Verified
 from .graphs import GraphCache
 from .planes import BlockPool, Planes, PlaneSpec
 from .proposers.base import Proposer, Released
 from .request import Request, RequestOutput
-from .runner import BUCKETS, Clock, Flight, Runner, Verified
+from .runner import BUCKETS, Runner
 from .sampling import SamplingParams, SamplingTable
 from .scheduler import Scheduler
 from .statistics import EngineStatistics, StepKind
 from .stopping import FinishReason, Stopper
+from .synthetic import check_survival, synthetic_rates
 from .table import RequestTable
 from .target import Target
+from .verify import Verification
 
 
 class EngineError(ValueError):
@@ -45,6 +49,8 @@ class EngineConfig:
     memory_share: float = 0.8  # of what is free when the engine is built; used where num_blocks is None
     eager: bool = False  # no fused layers, no CUDA graphs, and no step is launched before the last one was read
     launch_ahead: bool | None = None  # launch a step before the last one was read; None: where graphs are used
+    verify_mode: VerifyMode = VerifyMode.STANDARD
+    acceptance_rates: tuple[float, ...] | None = None  # SYNTHETIC: share of steps that keep the first 1, 2, ... drafts
     draft_policy: DraftPolicyName = "fixed"  # adaptive: verify what pays, draft while it pays
 
     def __post_init__(self) -> None:
@@ -53,6 +59,14 @@ class EngineConfig:
                 raise EngineError(f"{name} must be at least 1, found {getattr(self, name)}")
         if self.num_draft_tokens < 0:
             raise EngineError(f"num_draft_tokens must be 0 or more, found {self.num_draft_tokens}")
+        if (self.acceptance_rates is not None) != (self.verify_mode is VerifyMode.SYNTHETIC):
+            given = "none were given" if self.acceptance_rates is None else f"the mode is {self.verify_mode.value}"
+            raise EngineError(f"synthetic verification, and no other, takes acceptance rates; found {given}")
+        if self.acceptance_rates is not None:
+            try:
+                check_survival(self.acceptance_rates, self.num_draft_tokens)
+            except ValueError as error:
+                raise EngineError(str(error)) from error
 
 
 class Engine:
@@ -98,7 +112,15 @@ class Engine:
         use_graphs = on_gpu and not config.eager and not requirements.on_host
         adaptive = config.draft_policy == "adaptive" and config.num_draft_tokens > 0
         graphs = GraphCache(target.device) if use_graphs else None
-        self.runner = Runner(target, proposer, self.table, self.settings, graphs, adaptive=adaptive)
+        self.runner = Runner(
+            target,
+            proposer,
+            self.table,
+            self.settings,
+            graphs,
+            verification=self._verification(),
+            adaptive=adaptive,
+        )
         launch_ahead = use_graphs if config.launch_ahead is None else config.launch_ahead
         fits = config.max_batch_size * (config.num_draft_tokens + 1) <= config.max_batch_tokens
         self._ahead = launch_ahead and fits and not requirements.on_host
@@ -326,6 +348,12 @@ class Engine:
         self.proposer.release(released)
         self.runner.forget(request.request_id, finished=request.finish_reason is not None)
         self.table.release(request)
+
+    def _verification(self) -> Verification:
+        mode, rates, k = self.config.verify_mode, self.config.acceptance_rates, self.config.num_draft_tokens
+        if not k or rates is None:
+            return Verification(mode if k else VerifyMode.STANDARD)
+        return Verification(mode, synthetic_rates(k, rates=rates, device=self.target.device))
 
     def _num_blocks(self, specs: Sequence[PlaneSpec]) -> int:
         """Blocks for a full batch of full contexts, or as many as the free memory holds."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from .engine import Engine
-from .losslessness import Generation, Losslessness, check_greedy, check_sampled, count_differences
+from .losslessness import Generation, Losslessness, check_greedy, check_sampled, count_differences, unchecked_synthetic
 from .report import MethodResult
 from .request import FinishReason, RequestOutput
 from .sampling import SamplingParams
@@ -42,6 +42,7 @@ class Evaluation:
     dtype: torch.dtype
     seed: int = 0
     law_by_position: bool = True  # False for verification rules that look beyond the token
+    synthetic: bool = False  # drafts are kept by given rates: there is no output to check
 
     @property
     def temperature(self) -> float:
@@ -81,7 +82,11 @@ def evaluate(work: Evaluation, build: BuildEngine, progress: Progress) -> Measur
     engine = build(k, work.batch_size)
     drafted = _run(work, engine, partial(progress, work.method))
     best_k_by_batch_size = engine.best_num_draft_tokens()
-    lossless = _check_law(work, engine, drafted) if work.temperature > 0 else None
+    lossless = None
+    if work.synthetic:
+        lossless = unchecked_synthetic([_generation(output) for output in drafted.outputs])
+    elif work.temperature > 0:
+        lossless = _check_law(work, engine, drafted)
     del engine
     single = _calibrate(work, build) if k > 1 and drafted.statistics.num_drafts else None
     engine = build(0, work.batch_size)

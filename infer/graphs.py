@@ -28,6 +28,10 @@ class GraphCache:
         graph.replay()
         return results
 
+    def replay(self, key: Hashable) -> None:
+        """Replays a recorded call on whatever its buffers hold."""
+        self._recorded[key][0].replay()
+
     def _record(self, key: Hashable, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)

@@ -51,7 +51,7 @@ class Divergence:
 class Losslessness:
     """The verdict; counts are prompts."""
 
-    mode: Literal["greedy", "sampled"]
+    mode: Literal["greedy", "sampled", "synthetic"]
     passed: bool
     checked: int
     equal: int | None
@@ -62,6 +62,22 @@ class Losslessness:
     reason: str
     details: list[dict[str, Any]] = field(default_factory=list)
     tested: bool = True  # False: too few tokens to say anything, so that nothing passed and nothing failed
+
+
+def unchecked_synthetic(outputs: Sequence[Generation]) -> Losslessness:
+    """The verdict on drafts that were kept by given rates: not lossless by construction, so nothing was compared."""
+    return Losslessness(
+        mode="synthetic",
+        passed=False,
+        checked=0,
+        equal=None,
+        divergences=None,
+        excused=None,
+        p_value=None,
+        num_tokens=sum(len(output.token_ids) for output in outputs),
+        reason="drafts were kept by given rates whatever the target said, so the output means nothing",
+        tested=False,
+    )
 
 
 def rounding_bound(logits: Tensor, dtype: torch.dtype) -> float:

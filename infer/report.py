@@ -74,6 +74,8 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
 def verdict(result: MethodResult) -> str:
     """The losslessness verdict in a few words."""
     check = result.lossless
+    if check.mode == "synthetic":
+        return f"not lossless, not checked: {check.reason}"
     if check.mode == "greedy":
         facts = f"{check.equal}/{check.checked} prompts equal"
         if check.excused:
@@ -95,6 +97,8 @@ def advice(result: MethodResult) -> str:
     )
     if result.best_k == 0:
         return f"Drafting does not pay on this machine at batch size {result.batch_size}: {gained}."
+    if result.lossless.mode == "synthetic":
+        gained += ", at acceptance rates that were given and not measured"
     pays = "pays" if result.speedup > 1 + result.noise_floor else "does not show beyond noise"
     hint = "" if result.best_k == result.num_draft_tokens else f" Try --num-draft-tokens {result.best_k}."
     return f"Drafting {pays} at batch size {result.batch_size}: {gained}.{hint}"

@@ -5,7 +5,6 @@ step needs of a request stands in the request table, so a step of decoding reque
 read the step before it.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from ..kernels.records import RejectionOutputs, law_columns
 from .costs import Rehearsal, StepCosts, measure_costs, stopwatch
-from .draft_policy import Choice, DraftPolicy, Promise, draft_widths
+from .draft_policy import DraftPolicy, draft_widths
 from .drafting import SurvivalEstimator, expected_accepted, log_odds_of, select
+from .flight import Clock, Flight
 from .graphs import GraphCache
 from .proposers.base import DraftStep, ObservedRows, Proposer
 from .request import Request
@@ -24,10 +24,17 @@ from .sampling import NEUTRAL, Features, LogitsRows, SamplingTable, features_of,
 from .scheduler import ScheduledRequest
 from .table import Packed, RequestTable
 from .target import Target, TargetOutput
-from .verify import verify_drafts
+from .verify import Verification, verify_drafts
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of requests a CUDA graph is captured for; beyond the last one batches grow by its size."""
+
+
+MIXED_SIZES = (64, 128, 256, 512, 1024, 2048)
+"""Rows that a step with prompt rows is padded to where it is recorded; longer ones keep a GPU busy without."""
+
+RECORDED_LOGITS_BYTES = 2**28
+"""Each recorded step keeps logits of its own."""
 
 
 class Slots(NamedTuple):
@@ -38,63 +45,21 @@ class Slots(NamedTuple):
     counts: Tensor  # positions computed
 
 
-class Verified(NamedTuple):
-    """What one step said about one request that sampled, on the host."""
+class MixedPlan(NamedTuple):
+    """A step with prompt rows; `sampling` [samplers] int64 are the table rows that decide a token."""
 
-    token_ids: list[int]
-    failed: bool  # the target's logits were not finite
-    num_drafted: int  # drafts that were verified
-    num_drafts: int  # drafts that wait for the next step
-    logprobs: list[dict[int, float]]  # of each token, the token itself first; empty where not asked for
-
-
-class Flight:
-    """A launched step. `land` waits for it."""
-
-    def __init__(self, requests: list[Request], samples: list[bool], ends: list[int], clock: "Clock") -> None:
-        self.requests, self.samples = requests, samples
-        self.ends = ends  # per request: rows in the cache once the step is done; only for those that do not sample
-        self.clock = clock
-        self.drafts = True  # whether drafts may wait once the step is done
-        self.choice: Choice | None = None  # of a decoding step that was chosen adaptively
-        self.padded = len(requests)
-        self._promise: Promise | None = None
-        self._accepted: Tensor | None = None
-        self._results: list[Tensor] = []
+    slots: Slots
+    asked: Tensor  # [samplers] int64; their places in `slots`
+    sampling: Tensor
+    num_drafts: Tensor  # [samplers] int64; drafts verified
+    width: int  # logits rows of each sampler
+    longest: int | None  # rows of one request at most; None: all of the step's
+    max_seq_len: int
 
     @property
-    def all_sample(self) -> bool:
-        return all(self.samples)
-
-    def keep(self, results: Sequence[Tensor]) -> None:
-        """Starts copying results, [samplers, k + 5] int64 first, to the host.
-
-        Where log-probabilities were asked for, ids [samplers, k + 1, n + 1] int64 and values float32 follow.
-        """
-        self._results = [_to_host(tensor) for tensor in results]
-        self.clock.mark("copied")
-
-    def keep_promise(self, promise: Promise, accepted: Tensor) -> None:
-        """Starts copying to the host what the step's drafts promise; called before `keep`."""
-        self._promise, self._accepted = promise, _to_host(accepted)
-
-    def land(self) -> list[Verified | None]:
-        """The step's results, None for requests that did not sample; waits until the device has them."""
-        self.clock.wait("copied")
-        if self._promise is not None and self._accepted is not None:
-            self._promise.accepted = self._accepted.tolist()
-        rows = iter(zip(*(tensor.tolist() for tensor in self._results), strict=True))
-        landed: list[Verified | None] = []
-        for request, samples in zip(self.requests, self.samples, strict=True):
-            if not samples:
-                landed.append(None)
-                continue
-            (*tokens, count, failed, drafted, drafts), *laws = next(rows)
-            wanted, logprobs = request.params.logprobs, []
-            if wanted is not None:
-                logprobs = [dict(zip(ids[: wanted + 1], law, strict=False)) for ids, law in zip(*laws, strict=True)]
-            landed.append(Verified(tokens[:count], bool(failed), drafted, drafts, logprobs[:count]))
-        return landed
+    def cu_rows(self) -> Tensor:
+        """[samplers + 1] int32; where the logits rows of each begin."""
+        return self.width * torch.arange(len(self.sampling) + 1, dtype=torch.int32, device=self.sampling.device)
 
 
 class Runner:
@@ -108,9 +73,11 @@ class Runner:
         settings: SamplingTable,
         graphs: GraphCache | None,
         *,
+        verification: Verification,
         adaptive: bool = False,
     ) -> None:
         self.target, self.proposer, self.table, self.settings, self.graphs = target, proposer, table, settings, graphs
+        self.verification = verification
         self.num_draft_tokens = table.num_draft_tokens
         adaptive = adaptive and self.num_draft_tokens > 0
         self.widths = draft_widths(self.num_draft_tokens) if adaptive else (1, self.num_draft_tokens + 1)
@@ -120,6 +87,8 @@ class Runner:
         self.spare_slots = proposer.requirements.spare_slots(self.num_draft_tokens)
         self._law_columns: Tensor | None = None  # of the proposer's laws; made once, from the first
         self._buckets: dict[int, Slots] = {}
+        self._mixed_batch, self._mixed_sizes = 0, ()  # steps with prompt rows that are recorded
+        self._mixed_buffer = torch.empty(5, 0, dtype=torch.int64, device=table.device)
 
     def launch(self, scheduled: Sequence[ScheduledRequest]) -> Flight:
         """Starts a step whose rows the host knows."""
@@ -158,6 +127,21 @@ class Runner:
             for width in sorted(set(self.widths)):
                 self._run_decode(slots, batch * width, NEUTRAL, None, [])
                 self._run_decode(slots, batch * width, NEUTRAL, self.graphs, [])
+        self._capture_mixed(_bucket(max_batch_size))
+
+    def _capture_mixed(self, batch: int) -> None:
+        """Steps with prompt rows are recorded for `batch` requests, unless their logits would take much memory."""
+        if batch * (self.num_draft_tokens + 1) * self.target.vocab_size * 4 > RECORDED_LOGITS_BYTES:
+            return
+        self._mixed_batch, self._mixed_sizes = batch, tuple(size for size in MIXED_SIZES if size >= batch)
+        self._mixed_buffer = torch.zeros(5, batch, dtype=torch.int64, device=self.table.device)
+        self._mixed_buffer[[0, 3]] = self.table.nobody
+        self._mixed_buffer[2] = 1
+        plan = self._buffered_plan()
+        for num_rows in reversed(self._mixed_sizes):
+            for graphs in (None, self.graphs):
+                packed, output, _ = self._run_mixed(plan, num_rows, NEUTRAL, graphs, True)
+                self._finish_mixed(plan, num_rows, packed, output, graphs, [], [], True)
 
     def measure(self, max_batch_size: int) -> StepCosts:
         """What steps cost at batch sizes up to `max_batch_size`, at every width where steps are recorded."""
@@ -245,7 +229,7 @@ class Runner:
         graphs: GraphCache | None,
         request_ids: list[int],
         drafts: bool = True,
-        clock: "Clock | None" = None,
+        clock: Clock | None = None,
     ) -> tuple[list[Tensor], Tensor | None]:
         """What `Flight.keep` takes: tokens, how many, failed, drafts verified, drafts waiting; log-probabilities.
 
@@ -283,7 +267,11 @@ class Runner:
 
     @staticmethod
     def _call(
-        graphs: GraphCache | None, name: str, key: tuple[int, ...], function: Callable[..., Any], *arguments: object
+        graphs: GraphCache | None,
+        name: str,
+        key: tuple[int | str, ...],
+        function: Callable[..., Any],
+        *arguments: object,
     ) -> Any:
         return function(*arguments) if graphs is None else graphs.run((name, *key), function, *arguments)
 
@@ -309,44 +297,120 @@ class Runner:
         if self.policy is not None and sampler_ids:
             width, flight.drafts = self.policy.choose(sampler_ids, len(sampler_ids), drafts_wait)
             scheduled = [_shortened(rows, width - 1) for rows in scheduled]
-        counts = [rows.num_tokens for rows in scheduled]
+        wanted = features_of([rows.request.params for rows in scheduled if rows.samples])
+        total, batch = sum(rows.num_tokens for rows in scheduled), len(scheduled)
+        recorded = next((size for size in self._mixed_sizes if size >= total + self._mixed_batch - batch), None)
+        graphs = None if recorded is None else self.graphs
+        if recorded is None:
+            plan, num_rows = self._exact_plan(scheduled), total
+        else:
+            plan, num_rows = self._padded_plan(scheduled), recorded
+        packed, output, verified = self._run_mixed(plan, num_rows, wanted, graphs, bool(sampler_ids))
+        logprobs = () if verified is None else self._logprobs(verified, plan.cu_rows, output, wanted)
+        flight.clock.mark("verified")
+        ids = [rows.request.request_id for rows in scheduled]
+        accepted = self._finish_mixed(
+            plan, num_rows, packed, output, graphs, ids, sampler_ids, flight.drafts and bool(sampler_ids)
+        )
+        if sampler_ids:
+            self._promise(flight, sampler_ids, accepted)
+        flight.clock.mark("drafted")
+        if verified is not None:
+            results = [self._results(verified, plan.sampling, plan.num_drafts), *logprobs]
+            if recorded is not None:
+                asked = self._upload([i for i, rows in enumerate(scheduled) if rows.samples])
+                results = [tensor[asked] for tensor in results]
+            flight.keep(results)
+
+    def _run_mixed(
+        self, plan: MixedPlan, num_rows: int, wanted: Features, graphs: GraphCache | None, samples: bool
+    ) -> tuple[Packed, TargetOutput, RejectionOutputs | None]:
+        key = ("mixed", num_rows)
+        packed, output = self._call(graphs, "target", key, self._forward_mixed, plan, num_rows)
+        if not samples:
+            return packed, output, None
+        run = None if wanted.edits else graphs
+        return packed, output, self._call(run, "verify", key, self._verify_mixed, plan, packed, output, wanted)
+
+    def _finish_mixed(
+        self,
+        plan: MixedPlan,
+        num_rows: int,
+        packed: Packed,
+        output: TargetOutput,
+        graphs: GraphCache | None,
+        request_ids: list[int],
+        sampler_ids: list[int],
+        drafts: bool,
+    ) -> Tensor | None:
+        if self.proposer.requirements.observes:
+            key = ("mixed", num_rows)
+            self._call(graphs, "observe", key, self._observe, plan.slots, packed, output.states, request_ids)
+        if not self.num_draft_tokens or not drafts:
+            return None
+        return self._call(graphs, "propose", ("mixed",), self._propose, plan.sampling, sampler_ids)
+
+    def _exact_plan(self, scheduled: Sequence[ScheduledRequest]) -> MixedPlan:
+        """What the host knows of a step, and nothing beside it."""
+        asked = [i for i, rows in enumerate(scheduled) if rows.samples]
+        samplers = [scheduled[i] for i in asked]
         slots = Slots(
             self._upload([_row_of(rows.request) for rows in scheduled]),
             self._upload([rows.start for rows in scheduled]),
-            self._upload(counts),
+            self._upload([rows.num_tokens for rows in scheduled]),
         )
-        packed = self.table.pack(
-            *slots,
-            sum(counts),
-            max_query_len=max(counts),
+        return MixedPlan(
+            slots=slots,
+            asked=self._upload(asked),
+            sampling=self._upload([_row_of(rows.request) for rows in samplers]),
+            num_drafts=self._upload([rows.num_drafts for rows in samplers]),
+            width=1 + max((rows.num_drafts for rows in samplers), default=0),
+            longest=max(rows.num_tokens for rows in scheduled),
             max_seq_len=max(rows.start + rows.num_tokens for rows in scheduled),
         )
-        samplers = [rows for rows in scheduled if rows.samples]
-        ends = np.cumsum(counts)
-        asked = [
-            range(end - rows.num_drafts - 1, end) for rows, end in zip(scheduled, ends, strict=True) if rows.samples
-        ]
-        asked_rows = self._upload([row for part in asked for row in part])
+
+    def _padded_plan(self, scheduled: Sequence[ScheduledRequest]) -> MixedPlan:
+        """The same in buffers that never move: as many requests as can be, those that do not sample as nobody's."""
+        nobody, padding = self.table.nobody, self._mixed_batch - len(scheduled)
+        columns = (
+            [_row_of(rows.request) for rows in scheduled] + [nobody] * padding,
+            [rows.start for rows in scheduled] + [0] * padding,
+            [rows.num_tokens for rows in scheduled] + [1] * padding,
+            [_row_of(rows.request) if rows.samples else nobody for rows in scheduled] + [nobody] * padding,
+            [rows.num_drafts if rows.samples else 0 for rows in scheduled] + [0] * padding,
+        )
+        self._mixed_buffer.copy_(self._upload(np.asarray(columns)))
+        return self._buffered_plan()
+
+    def _buffered_plan(self) -> MixedPlan:
+        rows, starts, counts, sampling, num_drafts = self._mixed_buffer
+        return MixedPlan(
+            slots=Slots(rows, starts, counts),
+            asked=torch.arange(len(rows), device=rows.device),
+            sampling=sampling,
+            num_drafts=num_drafts,
+            width=self.num_draft_tokens + 1,
+            longest=None,
+            max_seq_len=self.table.max_length,
+        )
+
+    def _forward_mixed(self, plan: MixedPlan, num_rows: int) -> tuple[Packed, TargetOutput]:
+        packed = self.table.pack(
+            *plan.slots, num_rows, max_query_len=plan.longest or num_rows, max_seq_len=plan.max_seq_len
+        )
+        ends = packed.batch.cu_seqlens[1:].long()[plan.asked, None]
+        # a request with fewer drafts than columns repeats its last row behind them, where no draft is
+        columns = torch.arange(plan.width, device=ends.device)
+        asked_rows = torch.minimum(ends - 1 - plan.num_drafts[:, None] + columns, ends - 1).flatten()
         packed = packed._replace(batch=packed.batch._replace(logits_rows=asked_rows))
-        output = self.target.forward(packed.batch)
-        sampling = self._upload([_row_of(rows.request) for rows in samplers])
-        num_drafts = self._upload([rows.num_drafts for rows in samplers])
-        verified, logprobs = None, ()
-        if samplers:
-            wanted = features_of([rows.request.params for rows in samplers])
-            cu_rows = torch.nn.functional.pad((num_drafts + 1).cumsum(0), (1, 0)).int()
-            asked_slots, positions = packed.slots[asked_rows], packed.batch.positions[asked_rows]
-            verified = self._verify(sampling, num_drafts, cu_rows, asked_slots, positions, output, wanted)
-            logprobs = self._logprobs(verified, cu_rows, output, wanted)
-        flight.clock.mark("verified")
-        ids = [rows.request.request_id for rows in scheduled]
-        if self.proposer.requirements.observes:
-            self._observe(slots, packed, output.states, ids)
-        if self.num_draft_tokens and samplers and flight.drafts:
-            self._promise(flight, sampler_ids, self._propose(sampling, sampler_ids))
-        flight.clock.mark("drafted")
-        if verified is not None:
-            flight.keep([self._results(verified, sampling, num_drafts), *logprobs])
+        return packed, self.target.forward(packed.batch)
+
+    def _verify_mixed(
+        self, plan: MixedPlan, packed: Packed, output: TargetOutput, wanted: Features
+    ) -> RejectionOutputs:
+        asked = packed.batch.logits_rows
+        where = packed.slots[asked], packed.batch.positions[asked]
+        return self._verify(plan.sampling, plan.num_drafts, plan.cu_rows, *where, output, wanted, plan.width - 1)
 
     def _verify(
         self,
@@ -357,21 +421,24 @@ class Runner:
         positions: Tensor,
         output: TargetOutput,
         wanted: Features,
+        width: int | None = None,
     ) -> RejectionOutputs:
-        """Verifies the drafts of table `rows` [batch] and appends what was emitted."""
+        """Verifies at most `width` drafts of table `rows` [batch] and appends what was emitted."""
         table = self.table
         where = LogitsRows(logits_slots, positions)
         logits = process_logits(output.logits, where, self.settings, table.tokens, table.prompt_lens, wanted)
         law = table.draft_laws
         verified = verify_drafts(
             logits,
-            table.drafts_of(rows, num_drafts),
+            table.drafts_of(rows, num_drafts)[:, :width],
             cu_rows,
             positions=table.num_known[rows],
             temperature=self.settings.temperature[rows],
             seeds=table.seeds[rows],
-            draft_log_probs=None if law is None else law[rows],
+            draft_log_probs=None if law is None else law[rows, :width],
             law_columns=None if law is None else self._law_columns,
+            mode=self.verification.mode,
+            rates=self.verification.rates,
         )
         if self.estimator is not None:
             self.estimator.observe(table.draft_log_odds[rows], num_drafts, verified.num_emitted)
@@ -451,48 +518,10 @@ class Runner:
         return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self.table.device, non_blocking=True)
 
 
-class Clock:
-    """Marks in a device's queue of work; times are read when the work is done, so marking never waits."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.is_cuda = device.type == "cuda"
-        self._marks: dict[str, torch.cuda.Event | float] = {}
-        self.mark("started")
-
-    def mark(self, name: str) -> None:
-        if not self.is_cuda:
-            self._marks[name] = time.perf_counter()
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks[name] = event
-
-    def wait(self, name: str) -> None:
-        event = self._marks.get(name, self._marks["drafted"])
-        if isinstance(event, torch.cuda.Event):
-            event.synchronize()
-
-    def seconds(self, first: str, last: str, since: "Clock | None" = None) -> float:
-        """Time from a mark of this clock, or of `since`, to a mark of this one; both of finished work."""
-        start, end = (since or self)._marks[first], self._marks[last]
-        if isinstance(start, float) and isinstance(end, float):
-            return end - start
-        assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
-        return start.elapsed_time(end) / 1000
-
-
 def _shortened(rows: ScheduledRequest, num_drafts: int) -> ScheduledRequest:
     """The same rows with at most so many drafts."""
     dropped = max(rows.num_drafts - num_drafts, 0)
     return rows._replace(num_tokens=rows.num_tokens - dropped, num_drafts=rows.num_drafts - dropped)
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy that is filled once the device gets there; the tensor itself where it is there already."""
-    if not tensor.is_cuda:
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
 
 
 def _row_of(request: Request) -> int:

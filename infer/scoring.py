@@ -3,7 +3,7 @@
 It borrows blocks of an idle engine's cache and gives them back; the proposer sees none of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -51,10 +51,22 @@ def score_logits(
 
     The first `prompt_len` tokens of the text are the prompt. Raises like `score_rows`.
     """
-    logits = score_rows(engine, token_ids, rows)
+    ends = params.end_token_ids(engine.target.eos_token_ids)
+    return apply_settings(score_rows(engine, token_ids, rows), params, ends, token_ids, rows, prompt_len)
+
+
+def apply_settings(
+    logits: Tensor,
+    params: SamplingParams,
+    end_ids: Collection[int],
+    token_ids: Sequence[int],
+    rows: Sequence[int],
+    prompt_len: int,
+) -> Tensor:
+    """Processed logits of raw ones [len(rows), vocab] that stand after `rows` of one text."""
     device = logits.device
     settings = SamplingTable(2, logits.shape[1], device)
-    settings.set(0, params, sorted(params.end_token_ids(engine.target.eos_token_ids)))
+    settings.set(0, params, sorted(end_ids))
     return process_logits(
         logits,
         LogitsRows(torch.zeros(len(rows), dtype=torch.int64, device=device), torch.tensor(list(rows), device=device)),

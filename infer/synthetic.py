@@ -57,6 +57,22 @@ def read_rates(path: Path) -> list[float]:
     return [float(rate) for rate in content]
 
 
+def parse_rates(text: str) -> list[float]:
+    """Per-position rates given as `.8,.6,.5` or as the name of a file that `read_rates` takes.
+
+    Raises ValueError where it is neither.
+    """
+    path = Path(text)
+    if path.is_file():
+        return read_rates(path)
+    try:
+        return [float(rate) for rate in text.split(",")]
+    except ValueError as error:
+        raise ValueError(
+            f"acceptance rates are numbers between commas or a JSON file of them, found {text[:60]!r} and no such file"
+        ) from error
+
+
 def check_survival(survival: Sequence[float], num_draft_tokens: int) -> None:
     """Raises ValueError unless there is a rate per draft, each in [0, 1] and none above the one before it."""
     if len(survival) < num_draft_tokens:

@@ -8,10 +8,19 @@ Block verification (Sun et al. 2403.10444) decides over whole prefixes and keeps
 Synthetic verification (`synthetic.py`) keeps drafts by given rates and is not lossless.
 """
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from ..kernels import dispatch
 from ..kernels.records import RejectionInputs, RejectionOutputs, VerifyMode
+
+
+class Verification(NamedTuple):
+    """Which drafts an engine keeps; fixed for its lifetime, so that it can be recorded."""
+
+    mode: VerifyMode = VerifyMode.STANDARD
+    rates: Tensor | None = None  # [num_draft_tokens] float32 on the device: the conditional rates of the synthetic mode
 
 
 def verify_drafts(

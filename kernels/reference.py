@@ -68,8 +68,8 @@ def verify(inputs: RejectionInputs, *, fp64_gumbel: bool = False) -> RejectionOu
     row_lse = row_max + (stats.total * (stats.maximum - row_max[:, None]).exp()).sum(dim=-1).log()
     real = (drafts >= 0) & (drafts < logits.shape[1]) & (steps[:k] < num_drafts[:, None])
 
-    keys = noise_keys(inputs.seeds[:, None], inputs.positions[:, None] + steps[:k], Stream.ACCEPT)
-    u = uniforms(keys, torch.zeros_like(keys))
+    # block verification has looked at the numbers behind the drafts it keeps: no later step may meet them again
+    u = uniforms(noise_keys(inputs.seeds[:, None], inputs.positions[:, None], Stream.ACCEPT), steps[:k])
     log_p, log_q = _draft_log_probs(inputs, logits, row_lse, rows, real)
     if inputs.rates is not None:
         keep = u < inputs.rates[:k]

@@ -176,9 +176,7 @@ def _weight_kernel(
     tl.store(weight + request * K + steps, log_weight, mask=steps < K)
 
     length = tl.min(tl.where(draft < 0, steps, STEPS), 0)  # drafts before the first placeholder
-    log_u = tl.log(
-        uniform(noise_key(tl.load(seeds + request), tl.load(positions + request) + steps, _ACCEPT), steps * 0, False)
-    )
+    log_u = tl.log(uniform(noise_key(tl.load(seeds + request), tl.load(positions + request), _ACCEPT), steps, False))
     kept = (steps < length) & ((log_weight == 0.0) | ((steps == length - 1) & (log_u < log_weight)))
     num_open = tl.where(tl.load(temperature + request) == 0.0, 0, length - 1)
     doubtful = (steps < num_open) & (steps > tl.max(tl.where(kept, steps, -1), 0)) & (log_u < log_weight)
@@ -227,7 +225,7 @@ def _rejection_kernel(
     lse, best, unusable = _row_stats(maximum, total, top, rows, steps <= num_drafts, num_blocks, V, NUM_BLOCKS)
     draft = _draft_at(drafts, request, steps, num_drafts, V, K)
     greedy = tl.load(temperature + request) == 0.0
-    u = uniform(noise_key(tl.load(seeds + request), tl.load(positions + request) + steps, _ACCEPT), steps * 0, False)
+    u = uniform(noise_key(tl.load(seeds + request), tl.load(positions + request), _ACCEPT), steps, False)
 
     log_weight = lse * 0.0
     if rates is not None:

@@ -328,3 +328,54 @@ def test_broken_head_folders(fault: str, model, prompts, tensors, tmp_path, caps
     expected = {"missing": "missing fc.weight", "extra": "stray.weight", "shape": "fc.weight has shape [3, 3]"}
     expected["record-target"] = "missing ['draft_vocab_size'"
     assert expected.get(fault, str(path)) in line
+
+
+def test_free_drafts_at_a_given_length_need_no_head_and_are_not_called_lossless(model, prompts, tmp_path, capsys):
+    arguments = ("--model", model, "--prompts", prompts, "--max-new-tokens", 48, "--ignore-eos", "--batch-size", 5)
+    synthetic = ("--method", "synthetic", "--num-draft-tokens", 4, "--verification", "synthetic")
+    code, shown, _ = run(capsys, *arguments, *synthetic, "--acceptance-length", 3, "--out", tmp_path / "r")
+    assert code == 0 and "not lossless, not checked" in shown
+    report = json.loads((tmp_path / "r" / "report.json").read_text())
+    assert report["method"] == "synthetic" and report["lossless"]["mode"] == "synthetic"
+    assert report["acceptance_length"] == pytest.approx(3, abs=0.2), "all but the last steps keep two drafts"
+    assert report["settings"]["verification"] == "synthetic" and report["settings"]["acceptance_length"] == 3
+
+
+def test_free_drafts_pass_the_check_where_they_are_judged(model, prompts, tmp_path, capsys):
+    arguments = ("--model", model, "--prompts", prompts, "--max-new-tokens", 8, "--method", "synthetic")
+    code, _, _ = run(capsys, *arguments, "--out", tmp_path / "r")
+    report = json.loads((tmp_path / "r" / "report.json").read_text())
+    assert code == 0 and report["lossless"]["passed"] and report["num_draft_tokens"] == 3
+
+
+def test_block_verification_passes_the_law_test(model, head, prompts, tmp_path, capsys):
+    arguments = ("--model", model, "--head", head, "--prompts", prompts, "--max-new-tokens", 24, "--ignore-eos")
+    sampled = ("--temperature", 1, "--draft-sampling", "probabilistic", "--verification", "block")
+    code, _, _ = run(capsys, *arguments, *sampled, "--out", tmp_path / "r")
+    report = json.loads((tmp_path / "r" / "report.json").read_text())
+    assert code == 0 and report["lossless"]["passed"]
+    assert [row["block_position"] for row in report["lossless"]["details"]] == [0], (
+        "only the pooled law is the target's"
+    )
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (("--method", "synthetic", "--acceptance-length", 2), "are for --verification synthetic"),
+        (("--method", "synthetic", "--verification", "synthetic"), "found neither"),
+        (("--method", "none", "--verification", "synthetic", "--acceptance-length", 2), "found --method none"),
+        (("--method", "synthetic", "--verification", "synthetic", "--acceptance-rates", ".5"), "3 drafts need"),
+        (("--method", "synthetic", "--verification", "synthetic", "--acceptance-rates", "x.json"), "no such file"),
+        (("--method", "synthetic", "--verification", "synthetic", "--acceptance-length", 5), "between 1 and 4"),
+    ],
+)
+def test_wrong_acceptance_gets_one_line(model, prompts, tmp_path, capsys, options, said):
+    code, _, error = run(capsys, "--model", model, "--prompts", prompts, *options, "--out", tmp_path / "r")
+    assert code == 2 and said in error.splitlines()[-1] and "Traceback" not in error
+
+
+def test_free_drafts_take_no_head(model, head, prompts, tmp_path, capsys):
+    options = ("--model", model, "--prompts", prompts, "--head", head, "--method", "synthetic")
+    code, _, error = run(capsys, *options, "--out", tmp_path / "r")
+    assert code == 2 and "drop --head" in error

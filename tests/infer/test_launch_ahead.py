@@ -89,10 +89,10 @@ class Replays:
     """Stands where CUDA graphs stand: every call runs, on the padded buffers that a recording would have."""
 
     def __init__(self) -> None:
-        self.batches: set[int] = set()
+        self.keys: set[tuple] = set()
 
     def run(self, key, function, *arguments):
-        self.batches.add(key[1])
+        self.keys.add(key)
         return function(*arguments)
 
 
@@ -104,9 +104,13 @@ def test_padding_to_a_bucket_changes_nothing(target, temperature, k):
     engine = engine_of(target, k, sampling, launch_ahead=True, max_batch_size=7)
     replays = Replays()
     engine.runner.graphs = replays
+    with torch.inference_mode():
+        engine.runner.capture(7)
+    captured, replays.keys = replays.keys, set()
     outputs = engine.generate(texts(14), settings(14, temperature))
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
-    assert {4, 8} <= replays.batches <= {1, 2, 4, 8}
+    assert {key[1] for key in replays.keys if key[0] == "target"} >= {"mixed", 8, 4}
+    assert replays.keys <= captured, "a step would have been recorded in the middle of a run"
     assert int(engine.table.num_known[engine.table.nobody]) == 1, "padding appended tokens to nobody's row"
 
 

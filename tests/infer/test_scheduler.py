@@ -14,6 +14,7 @@ from spectrain.infer.planes import BlockPool
 from spectrain.infer.request import FinishReason, Request
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.scheduler import ScheduledRequest, Scheduler
+from spectrain.infer.stopping import Stopper
 from spectrain.tests.infer.block_invariants import check_pool, check_writes
 
 SIZE = 4
@@ -51,7 +52,8 @@ class Simulation:
         return [*self.scheduler.running, *self.scheduler.waiting]
 
     def add(self, prompt: list[int], max_tokens: int) -> Request:
-        request = Request(self.next_id, prompt, SamplingParams(max_tokens=max_tokens), seed=0)
+        params = SamplingParams(max_tokens=max_tokens)
+        request = Request(self.next_id, prompt, params, 0, Stopper(params, frozenset(), prompt, 10**6))
         self.next_id += 1
         self.scheduler.add(request)
         return request

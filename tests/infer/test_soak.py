@@ -25,7 +25,8 @@ from spectrain.infer.proposers.base import Drafts, DraftStep, Proposer
 from spectrain.infer.proposers.eagle3 import Eagle3Proposer
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.request import FinishReason, RequestOutput
-from spectrain.infer.sampling import SamplingParams, process_logits, row_settings
+from spectrain.infer.sampling import SamplingParams
+from spectrain.infer.scoring import apply_settings
 from spectrain.infer.target import Target
 from spectrain.tests.infer.block_invariants import WatchedEngine
 from spectrain.tests.infer.proposers import RecordingProposer
@@ -190,15 +191,16 @@ def follows_the_law(exact: Target, items: list[Work], outputs: list[RequestOutpu
         if item.params.temperature == 0 or not output.token_ids:
             continue
         params = dataclasses.replace(item.params, temperature=heat * item.params.temperature)
-        settings = row_settings([params], [len(output.token_ids)], [0], [params.stop_token_ids])
-        before = torch.tensor([item.prompt[-1], *output.token_ids[:-1]])
-        law = process_logits(table[before] / math.sqrt(1 / 64 + 1e-6), settings).softmax(-1)
+        text, first = [*item.prompt, *output.token_ids], len(item.prompt) - 1
+        rows = range(first, first + len(output.token_ids))
+        raw = table[torch.tensor(text)[rows]] / math.sqrt(1 / 64 + 1e-6)
+        law = apply_settings(raw, params, params.stop_token_ids, text, rows, len(item.prompt)).softmax(-1)
         ordered, order = law.sort(descending=True, stable=True)
         ranks = (order == torch.tensor(output.token_ids)[:, None]).int().argmax(-1)
         generations.append(Generation(item.prompt, ranks.tolist(), output.block_lengths))
         laws.append(ordered)
     queue = iter(laws)
-    return check_sampled(generations, lambda known, rows: next(queue), torch.Generator().manual_seed(0))
+    return check_sampled(generations, lambda known, rows, prompt_len: next(queue), torch.Generator().manual_seed(0))
 
 
 def sampled_soak(exact: Target, count: int) -> list[tuple[list[Work], list[RequestOutput]]]:

@@ -161,7 +161,7 @@ def by_naive_loop(inputs: RejectionInputs, block_size: int = VOCAB_BLOCK) -> Ite
             inputs.draft_token_ids[b, : end - start - 1].tolist(),
             float(inputs.temperature[b]) == 0,
             Noise(
-                uniforms(noise_keys(seeds, positions, Stream.ACCEPT), torch.tensor(0)).log().tolist(),
+                uniforms(noise_keys(seeds, positions[:1], Stream.ACCEPT), torch.arange(end - start)).log().tolist(),
                 gumbels(recover, torch.arange(vocab)).tolist(),
                 gumbels(recover, BLOCK_COUNTERS + torch.arange(-(-vocab // block_size))).tolist(),
                 block_size,
