@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from .acceptance import acceptance_rates
-from .heads import warn_of_differences
+from .heads import is_model, load_model, warn_of_differences
 from .options import (
     AcceptanceLength,
     AcceptanceRates,
@@ -96,10 +96,14 @@ class Options(NamedTuple):
     allow_package: list[str] | None = None
 
 
-Head = Annotated[Path | None, typer.Option(help="Head folder written by `spectrain fit`.")]
+Head = Annotated[Path | None, typer.Option(help="Head folder written by `spectrain fit`, or a draft model's.")]
 Prompts = Annotated[list[Path], typer.Option(help="JSONL files of prompts; one result a file.")]
 Method = Annotated[
-    str | None, typer.Option(help="`none` for plain decoding, `synthetic` for free drafts; else the head's own.")
+    str | None,
+    typer.Option(
+        help="`none` for plain decoding, `synthetic` for free drafts, draft_model or pard where --head is an ordinary "
+        "model; else the head's own."
+    ),
 ]
 NumDraftTokens = Annotated[int | None, typer.Option(help="Draft tokens a step; the head's own default otherwise.")]
 DraftSampling = Annotated[Literal["greedy", "probabilistic"], typer.Option(help="How drafts are drawn.")]
@@ -236,6 +240,8 @@ def _method(options: Options) -> str:
         return PLAIN
     if options.method == SYNTHETIC:
         raise EvalError("synthetic drafts need no head, found --head; drop --head, or --method")
+    if options.method is not None and is_model(options.head, options.method):
+        return options.method
     from ..heads.folder import read_record
     from ..heads.resolve import resolve
 
@@ -295,6 +301,8 @@ def _load_head(options: Options, target: "Target") -> "LoadedHead":
     from ..heads.folder import load_head
 
     assert options.head is not None
+    if options.method is not None and is_model(options.head, options.method):
+        return load_model(options.head, options.method, target, options.model)
     loaded = load_head(
         options.head, device=target.device, dtype=target.dtype, allowed_packages=options.allow_package or ()
     )

@@ -25,6 +25,9 @@ def fit(
         typer.Option(help="Folder or hub id of the model a head starts from, for recipes that start from one."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the head; the run is kept in its run/.")] = None,
+    start_from: Annotated[
+        Path | None, typer.Option(help="Head folder to go on from: its weights and its draft vocabulary.")
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, such as optimizer.lr=2e-4.")
     ] = None,
@@ -57,6 +60,7 @@ def fit(
         recipe=resolved,
         shards=tuple(shards),
         out=out,
+        start_from=start_from,
         resume=resume,
         overwrite=overwrite,
         device=device,

@@ -1,6 +1,7 @@
 """The real loop on a tiny target: `from spectrain.tests.loop import extract_and_fit`."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ RECIPES = {
     "dflash": ("head.num_layers=2", "head.block_size=6"),
     "eagle": ("objective.noise=0.001",),
     "eagle3": ("head.draft_vocab_size=64", "objective.steps=3"),
+    "draft_model": ("head.num_layers=2",),
+    "pard": ("head.num_layers=2", "objective.steps=3"),
     "peagle": ("head.draft_vocab_size=64", "head.num_layers=2", "objective.steps=4"),
 }
 SETTINGS = (
@@ -49,7 +52,9 @@ def save_target(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
-def extract_and_fit(model: PreTrainedModel, folder: Path, *changes: str, recipe: str = "eagle3") -> Path:
+def extract_and_fit(
+    model: PreTrainedModel, folder: Path, *changes: str, recipe: str = "eagle3", settings: Sequence[str] = SETTINGS
+) -> Path:
     """Runs `extract` and `fit` on random conversations in float32; returns the head folder."""
     target = save_target(model, folder / "target")
     extract(
@@ -64,7 +69,8 @@ def extract_and_fit(model: PreTrainedModel, folder: Path, *changes: str, recipe:
         recipe=recipe,
         shards=[folder / "shards"],
         out=folder / "head",
-        overrides=[*SETTINGS, *RECIPES[recipe], *changes],
+        overrides=[*settings, *RECIPES.get(recipe, ()), *changes],
+        model=str(target) if recipe in ("draft_model", "pard") else None,
         device="cpu",
     )
     return folder / "head"

@@ -128,8 +128,7 @@ def trainer_logits(model, head: DecoderHead, target: Target, text: list[int]) ->
         return head.logits(found, tensors).unflatten(0, (STEPS, len(text)))
 
 
-@pytest.mark.parametrize("spoil", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("num_blocks", [200, 24])
+@pytest.mark.parametrize(("spoil", "num_blocks"), [(0.0, 200), (0.3, 24), (1.0, 200)])
 def test_every_draft_logit_of_the_engine_is_the_trainers(world, spoil, num_blocks):
     target, prompts, texts, method, head_folder = world
     head = load_head(head_folder, dtype=torch.float32).head

@@ -11,6 +11,7 @@ import torch
 
 from ..extract.shards import ShardError, ShardSet
 from ..heads.base import DraftHead, HeadConfig, HeadError, TargetFacts
+from ..heads.folder import load_head
 from ..heads.model_folder import ModelFolder, check_same_tokens
 from ..heads.resolve import resolve
 from ..recipes.loader import Recipe, RecipeError, build, check_fields
@@ -117,6 +118,23 @@ def new_head(assembly: Assembly, shards: ShardSet) -> DraftHead:
     if assembly.model is not None:
         head.start_from(assembly.model)
     head.assert_filled()
+    return head
+
+
+def continued_head(assembly: Assembly, folder: Path) -> DraftHead:
+    """The head of a folder, to go on from: its weights, and its draft vocabulary, which is never chosen anew.
+
+    Raises HeadError where the recipe asks for another head than was written.
+    """
+    head = load_head(folder, dtype=torch.float32, allowed_packages=assembly.allowed_packages).head
+    written, asked = (json.loads(json.dumps(config.to_dict())) for config in (head.config, assembly.config))
+    difference = first_difference({"head": written}, {"head": asked})
+    if type(head.config) is not type(assembly.config) or difference is not None:
+        key, before, after = difference or ("head.config", type(head.config).__name__, type(assembly.config).__name__)
+        raise HeadError(
+            f"{folder} holds a head with {key} = {before}, this recipe says {after}; go on with the recipe it was "
+            f"trained with, or leave --start-from out"
+        )
     return head
 
 

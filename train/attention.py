@@ -149,8 +149,9 @@ class _Dense:
         rows = keys if rows is None else rows
         same = document_ids[:, rows, None] == document_ids[:, None]
         self._mask = same & (keys <= rows[:, None])  # [batch, query, key]
-        # no row of a block sees further than its last one
-        self._reach = (rows[QUERY_BLOCK - 1 :: QUERY_BLOCK] + 1).tolist() + [len(keys)]
+        # a block of rows sees from where its first row's document begins up to its last row
+        self._begins = self._mask[:, ::QUERY_BLOCK].any(0).int().argmax(-1).tolist()
+        self._ends = (rows[QUERY_BLOCK - 1 :: QUERY_BLOCK] + 1).tolist() + [len(keys)]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -159,10 +160,11 @@ class _Dense:
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         outs, lses = [], []
-        for start, reach in zip(range(0, q.shape[1], QUERY_BLOCK), self._reach, strict=False):
+        blocks = range(0, q.shape[1], QUERY_BLOCK)
+        for start, first, last in zip(blocks, self._begins, self._ends, strict=False):
             end = min(start + QUERY_BLOCK, q.shape[1])
-            block = partial(_dense_block, mask=self._mask[:, start:end, :reach])
-            out, lse = _recomputed(block, q.shape[1], q[:, start:end], k[:, :reach], v[:, :reach])
+            block = partial(_dense_block, mask=self._mask[:, start:end, first:last])
+            out, lse = _recomputed(block, q.shape[1], q[:, start:end], k[:, first:last], v[:, first:last])
             outs.append(out)
             lses.append(lse)
         return torch.cat(outs, dim=1), torch.cat(lses, dim=1)

@@ -17,7 +17,7 @@ from ..heads.base import DraftHead
 from ..heads.folder import save_head
 from ..recipes.loader import Recipe
 from . import checkpoint, launch
-from .assembly import Assembly, assemble, coverage, first_difference, new_head
+from .assembly import Assembly, assemble, continued_head, coverage, first_difference, new_head
 from .checkpoint import CheckpointError, CheckpointFolder, Found, RunState
 from .data import RowReader, TrainingRows, split_documents
 from .evaluation import Validator
@@ -51,6 +51,7 @@ class FitRequest:
     recipe: Recipe
     shards: tuple[Path, ...]
     out: Path
+    start_from: Path | None = None  # a head folder; None: a fresh head
     resume: bool = False
     overwrite: bool = False
     device: str = "auto"
@@ -87,9 +88,13 @@ def fit(request: FitRequest, listener: Listener) -> FitReport:
     checkpoints = CheckpointFolder(run / "checkpoints")
     launch.run_on_main(accelerator, lambda: _check_folder(request))
     found = _found(request, checkpoints, assembly, shards, speaker)
-    head = assembly.network() if found else new_head(assembly, shards)
     if found:
+        head = assembly.network()
         checkpoint.load_head_tensors(found.folder, head)
+    elif request.start_from is not None:
+        head = continued_head(assembly, request.start_from)
+    else:
+        head = new_head(assembly, shards)
     # only now: what is refused until here must not cost the head that lies there
     launch.run_on_main(accelerator, lambda: _prepare_folder(request, checkpoints))
     launch.run_on_main(

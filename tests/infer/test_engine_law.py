@@ -8,16 +8,21 @@ import torch
 
 from spectrain.heads.dflash import DFlashConfig, DFlashHead
 from spectrain.heads.dspark import DSparkConfig, DSparkHead
+from spectrain.heads.eagle import EagleConfig
 from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head
+from spectrain.heads.peagle import PEagleConfig
+from spectrain.heads.resolve import resolve
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.proposers.dflash import DFlashProposer
 from spectrain.infer.proposers.dspark import DSparkProposer
 from spectrain.infer.proposers.eagle3 import Eagle3Proposer
 from spectrain.infer.proposers.none import NoneProposer
+from spectrain.infer.proposers.per_step import PerStepProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
 from spectrain.tests.infer.proposers import LawProposer
 from spectrain.tests.models import COMMON, build
+from spectrain.tests.train.per_step import STYLES, fresh_head
 
 VOCAB, DEPTH, SAMPLES, PROMPT = 5, 3, 4000, [3, 1, 4]
 CONFIG = EngineConfig(num_draft_tokens=3, num_blocks=2000, block_size=4, max_batch_tokens=4096, max_batch_size=512)
@@ -98,6 +103,20 @@ def dspark(target: Target, num_candidates: int | None) -> DSparkProposer:
     return DSparkProposer(head, target.tensors(), 3, "probabilistic")
 
 
+def kin(target: Target, config_class: type, **settings: object):
+    config = config_class.derive(target.facts, settings)
+    head, tensors = resolve(config.network)(config), target.tensors()
+    head.initialise(tensors, torch.Generator().manual_seed(0))
+    return resolve(config.proposer)(head, tensors, 3, "probabilistic")
+
+
+def per_step(target: Target, style: str, draft_vocab: int) -> PerStepProposer:
+    kind, settings = STYLES[style]
+    config = kind.derive(target.facts, {**settings, "num_heads": 3, "draft_vocab_size": draft_vocab})
+    head = fresh_head(config, target.tensors())
+    return PerStepProposer(head, target.tensors(), 3, "probabilistic")
+
+
 PROPOSERS = {
     "law": lambda target: LawProposer(bigram_law(), 3),
     "sampled drafts as point masses": lambda target: LawProposer(bigram_law(), 3, point_mass=True),
@@ -107,6 +126,10 @@ PROPOSERS = {
     "dflash, from the anchor": lambda target: dflash(target, sample_from_anchor=True, causal=True),
     "dspark": lambda target: dspark(target, None),
     "dspark, of the best three": lambda target: dspark(target, 3),
+    "eagle, probabilistic": lambda target: kin(target, EagleConfig),
+    "peagle, probabilistic": lambda target: kin(target, PEagleConfig, layer_ids=[0, 1, 2], mask_token_id=0),
+    "medusa": lambda target: per_step(target, "medusa", VOCAB),
+    "mlp, reduced vocabulary": lambda target: per_step(target, "mlp", 3),
     "none": lambda target: NoneProposer(),
 }
 

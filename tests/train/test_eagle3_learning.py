@@ -43,13 +43,13 @@ def cycle_documents(length: int) -> list[Document]:
     return [onehot_document(walk, (walk + 1) % CYCLE, hidden=16) for walk in walks]
 
 
-def fibonacci_documents(length: int) -> list[Document]:
-    """x_{t+1} = x_t + x_{t-1} mod 5 from every pair; the aux state names x_t only, the final state the next token."""
+def fibonacci_documents(length: int, modulus: int = FIB) -> list[Document]:
+    """x_{t+1} = x_t + x_{t-1} from every pair; the aux state names x_t only, the final state the next token."""
     documents = []
-    for pair in range(FIB * FIB):
-        walk = [pair // FIB, pair % FIB]
+    for pair in range(modulus * modulus):
+        walk = [pair // modulus, pair % modulus]
         while len(walk) <= length:
-            walk.append((walk[-1] + walk[-2]) % FIB)
+            walk.append((walk[-1] + walk[-2]) % modulus)
         documents.append(onehot_document(torch.tensor(walk[:-1]), torch.tensor(walk[1:]), hidden=16))
     return documents
 
