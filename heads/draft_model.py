@@ -64,7 +64,9 @@ class DraftModelConfig(DecoderConfig):
 
     @classmethod
     def derive(cls, target: TargetFacts, settings: Mapping[str, Any]) -> Self:
-        return cls(target=target, **cls._values(target, settings, target))
+        """The shape before a model is named: the target's own, as a Llama where the target is of another family."""
+        family = settings.get("family") or FAMILIES.get(target.model_type, "llama")
+        return cls(target=target, **cls._values(target, {**settings, "family": family}, target))
 
     @classmethod
     def derive_from(cls, target: TargetFacts, settings: Mapping[str, Any], model: ModelFolder) -> Self:

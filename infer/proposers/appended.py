@@ -25,13 +25,16 @@ class AppendedRows(NamedTuple):
 def append_rows(rows: ObservedRows, extra: int, block_size: int, placeholder: int) -> AppendedRows:
     """Each request's final rows, its newest token and `extra` - 1 placeholders, at positions that follow each other.
 
-    Where a request's blocks end, rows fall into the block that belongs to nobody.
+    Where a request's blocks end, so do its rows: drafts there have no room. The block that belongs to nobody may hold
+    anything, NaN included, and must be read by no request.
     """
     observed = rows.batch
     begins = observed.cu_seqlens[:-1].long()
     last = rows.last_rows - begins  # of the rows of each request
     device, num_requests = begins.device, len(begins)
-    cu_seqlens = torch.nn.functional.pad((last + 1 + extra).cumsum(0), (1, 0))
+    starts, held = observed.positions[begins], (observed.block_tables > 0).sum(1) * block_size
+    ends = torch.maximum(starts + last + 1, torch.minimum(starts + last + 1 + extra, held))
+    cu_seqlens = torch.nn.functional.pad((ends - starts).cumsum(0), (1, 0))
     row = torch.arange(len(observed.token_ids) + extra * num_requests, device=device)
     owner = torch.searchsorted(cu_seqlens[1:], row, right=True)
     live = owner < num_requests
@@ -41,22 +44,18 @@ def append_rows(rows: ObservedRows, extra: int, block_size: int, placeholder: in
     token_ids = torch.where(offset <= last[owner], observed.token_ids[source], placeholder)
     newest = offset == last[owner] + 1
     token_ids = torch.where(newest, rows.next_token_ids[rows.last_rows][owner], token_ids)
-    starts = observed.positions[begins]
     positions = torch.where(live, starts[owner] + offset, 0)
-    column = positions // block_size
-    width = observed.block_tables.shape[1]
-    block = observed.block_tables[owner, column.clamp(max=width - 1)].long()
-    slots = torch.where(live & (column < width), block * block_size + positions % block_size, 0)
+    block = observed.block_tables[owner, positions // block_size].long()
+    slots = torch.where(live, block * block_size + positions % block_size, 0)
     batch = PackedBatch(
         token_ids=token_ids,
         positions=positions,
         slot_mapping=slots,
         cu_seqlens=cu_seqlens.int(),
-        # a request that ended takes one more step, in which its rows may pass the table's end
-        seq_lens=(starts + last + 1 + extra).clamp(max=width * block_size).int(),
+        seq_lens=ends.int(),
         block_tables=observed.block_tables,
         logits_rows=row,
         max_query_len=observed.max_query_len + extra,
-        max_seq_len=min(observed.max_seq_len + extra, width * block_size),
+        max_seq_len=observed.max_seq_len + extra,
     )
     return AppendedRows(batch, cu_seqlens[:-1] + last + 1, source, offset > last[owner])

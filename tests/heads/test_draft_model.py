@@ -247,6 +247,11 @@ def test_settings_that_cannot_be_honoured_are_refused(settings: dict, message: s
         PardConfig.derive(FACTS, settings)
 
 
+def test_a_target_of_any_family_can_be_extracted_for_a_smaller_model_of_its_tokenizer():
+    facts = TargetFacts.from_config(mixtral().config)
+    assert DraftModelConfig.derive(facts, {}).layer_ids == ()
+
+
 def test_a_parallel_draft_without_mask_token_is_not_built():
     with pytest.raises(HeadError, match="set head.mask_token_id"):
         Pard(PardConfig.derive(FACTS, {}))

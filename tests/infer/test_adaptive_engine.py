@@ -15,7 +15,7 @@ from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
 from spectrain.tests.infer import test_engine_law as law
 from spectrain.tests.infer.proposers import LawProposer, NoisyOracle, ScriptedProposer
-from spectrain.tests.infer.test_eagle3_proposer import head_of
+from spectrain.tests.infer.test_feature_proposers import head_of
 from spectrain.tests.models import rand_llama
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)

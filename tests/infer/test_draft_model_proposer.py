@@ -13,6 +13,7 @@ from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.proposers.pard import PardProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
+from spectrain.kernels import reference
 from spectrain.tests.language_models import MASK, chain_drafts, in_transformers, parallel_logits, random_draft_model
 from spectrain.tests.models import rand_llama
 
@@ -78,6 +79,20 @@ def test_greedy_output_never_changes(target, prompts, plain, method, k, settings
     assert engine.statistics.draft_tokens > 0
 
 
+@pytest.fixture
+def poisoned_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention leaves rows that belong to nobody as they were: here NaN, which they then carry into block 0."""
+    attention = reference.paged_attention
+
+    def poisoned(q, k_plane, v_plane, cu_seqlens, *arguments, **settings):
+        out = attention(q, k_plane, v_plane, cu_seqlens, *arguments, **settings)
+        out[int(cu_seqlens[-1]) :] = torch.nan
+        return out
+
+    monkeypatch.setattr(reference, "paged_attention", poisoned)
+
+
+@pytest.mark.usefixtures("poisoned_padding")
 @pytest.mark.parametrize("method", METHODS)
 def test_drafts_are_those_of_transformers_whatever_batch_chunks_or_preemptions(
     target, prompts, plain, method, tmp_path: Path

@@ -12,7 +12,7 @@ from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
 from spectrain.kernels import reference
-from spectrain.tests.infer.test_eagle3_proposer import head_of
+from spectrain.tests.infer.test_feature_proposers import head_of
 from spectrain.tests.models import rand_llama
 
 pytestmark = pytest.mark.gpu

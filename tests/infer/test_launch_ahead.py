@@ -11,7 +11,7 @@ from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.request import FinishReason
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
-from spectrain.tests.infer.test_eagle3_proposer import head_of
+from spectrain.tests.infer.test_feature_proposers import head_of
 from spectrain.tests.models import rand_llama
 
 CONFIG = EngineConfig(num_blocks=200, block_size=4, max_batch_tokens=64, max_batch_size=8)

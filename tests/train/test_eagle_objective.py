@@ -23,10 +23,12 @@ from spectrain.tests.train.toys import (
     tiny_eagle_config,
     tiny_facts,
 )
+from spectrain.train.attention import UnrolledAttend
 from spectrain.train.batch import TrainBatch
 from spectrain.train.losses import LossKind
 from spectrain.train.objectives.base import LossOutput
 from spectrain.train.objectives.eagle import EagleObjective, EagleSettings
+from spectrain.train.objectives.rollout import unroll
 
 STYLES = {"plain": {}, "two layers": {"num_layers": 2}, "fc bias": {"fc_bias": True}}
 
@@ -64,6 +66,20 @@ def test_training_logits_equal_an_incremental_decoder(style: str):
                 for (t, _), expected in teacher_forced(head, target, document.token_ids, document.aux, 1).items():
                     torch.testing.assert_close(found[b, start + t], expected, atol=1e-5, rtol=1e-5)
                 start += len(document.token_ids)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_drafts_from_its_own_predictions_equal_an_incremental_decoder(style: str):
+    """Training takes one step; what the head feeds back matters in serving alone."""
+    config, target = tiny_eagle_config(**STYLES[style]), random_target(16, 16)
+    head = make_eagle(config, target, random_norms=True)
+    (document,) = documents(8)
+    batch = pack([[document]], target, 1)
+    attend = UnrolledAttend(batch.document_ids, "dense")
+    states = unroll(head, target, batch, head.combine(batch.aux_states, target), attend, [torch.arange(8)] * 4)
+    found = head.logits(states, target).unflatten(0, (4, 8))
+    for (t, k), expected in teacher_forced(head, target, document.token_ids, document.aux, 4).items():
+        torch.testing.assert_close(found[k, t], expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["ce", "kl", "tv", "lk_alpha"])
@@ -198,6 +214,8 @@ def test_only_the_table_of_counted_rows_can_change_the_loss():
     document = random_document(8, 16, 16, torch.Generator().manual_seed(3))._replace(loss_mask=mask)
     document = on_final(document)
     objective = EagleObjective(config, quiet(loss="kl"))
+    # the target's top token is stored for supervised labels only, which would hide a mask that is one off
+    assert EagleObjective(config, quiet(loss="ce")).count(head, pack([[document]], target, 1)).tolist() == [3]
 
     def loss(changed: Document) -> float:
         batch = pack([[changed]], target, 1)

@@ -132,6 +132,34 @@ def test_each_row_depends_on_exactly_what_the_drafter_knows():
         start += n
 
 
+def test_only_the_table_of_counted_rows_can_change_the_loss():
+    """Mask 00111011 counts (1,0) (2,0) (5,0) (1,1), whose later step asks for no token or state beyond the first's."""
+    config, target = tiny_peagle_config(), random_target(16, 16)
+    head = make_peagle(config, target).eval()
+    mask = torch.tensor([c == "1" for c in "00111011"])
+    document = documents(8)[0]._replace(loss_mask=mask)
+    objective = PEagleObjective(config, PEagleSettings(steps=3))
+    # the target's top token is stored for supervised labels only, which would hide a mask that is one off
+    hard = PEagleObjective(config, PEagleSettings(steps=3, loss="ce"))
+    assert hard.count(head, pack([[document]], target, 3)).tolist() == [3, 1, 0]
+
+    def loss(changed: Document) -> float:
+        batch = pack([[changed]], target, 3)
+        assert objective.count(head, batch).tolist() == [3, 1, 0]
+        with torch.no_grad():
+            return float(objective(head, target, batch._replace(denominators=torch.tensor([3.0, 1.0, 0.0]))).loss)
+
+    expected = loss(document)
+    for t in range(8):
+        token_ids, aux, final = document.token_ids.clone(), document.aux.clone(), document.final.clone()
+        token_ids[t] = (token_ids[t] + 1) % 15
+        aux[t] += torch.arange(16.0)
+        final[t] += torch.arange(16.0)
+        assert (loss(document._replace(token_ids=token_ids)) == expected) == (t in (0, 7))
+        assert (loss(document._replace(aux=aux)) == expected) == (t in (6, 7))
+        assert (loss(document._replace(final=final)) == expected) == (t in (0, 1, 4, 5, 7))
+
+
 def test_draft_rows_attend_as_an_explicit_mask_says():
     """Six tokens, steps 1 and 2: true rows up to the one drafted from, then the row's own steps."""
     generator = torch.Generator().manual_seed(0)
