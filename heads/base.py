@@ -222,6 +222,22 @@ def check_draft_vocab(token_ids: Tensor, config: HeadConfig) -> None:
         raise HeadError(f"a draft vocabulary is {expected} ascending target ids, found {len(token_ids)}")
 
 
+def check_mask_token(token_id: int | None, vocab_size: int) -> None:
+    """Raises HeadError unless a mask token is one of the target's rows; None is one that `fit` has yet to choose."""
+    if token_id is not None and not 0 <= token_id < vocab_size:
+        raise HeadError(
+            f"head.mask_token_id must be one of the target's {vocab_size} rows, found {token_id}; choose one that no "
+            f"text uses, or null"
+        )
+
+
+def chosen_mask_token(token_id: int | None) -> int:
+    """The mask token of a network; raises HeadError where none was chosen."""
+    if token_id is None:
+        raise HeadError("the head needs a mask token, found none; set head.mask_token_id to an id that no text uses")
+    return token_id
+
+
 def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
     """EAGLE-3's ids 2, L//2, L-3, made distinct, ascending and smaller than L for shallow targets.
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self, cast
 import torch
 from torch import Tensor, nn
 
-from .base import Attend, HeadError, TargetFacts
+from .base import Attend, HeadError, TargetFacts, check_mask_token, chosen_mask_token
 from .decoder import DecoderConfig, DecoderHead, DecoderLayer
 from .layers import Linear, RMSNorm, RotaryEmbedding, initialise_
 from .target_tensors import TargetTensors
@@ -50,11 +50,7 @@ class DFlashConfig(DecoderConfig):
             )
         if self.num_drafts < 1:
             raise HeadError(f"head.block_size must leave room for a draft beside the anchor, found {self.block_size}")
-        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
-            raise HeadError(
-                f"head.mask_token_id must be one of the target's {self.vocab_size} rows, found {self.mask_token_id}; "
-                f"choose one that no text uses, or null"
-            )
+        check_mask_token(self.mask_token_id, self.vocab_size)
         if self.sliding_window is not None and self.sliding_window < self.block_size:
             raise HeadError(
                 f"head.sliding_window must hold a block of {self.block_size}, found {self.sliding_window}; raise it, "
@@ -130,9 +126,7 @@ class DFlashHead(DecoderHead):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
-        if config.mask_token_id is None:
-            raise HeadError("a block needs a mask token, found none; set head.mask_token_id to an id that no text uses")
-        self.config, self.mask_token_id = config, config.mask_token_id
+        self.config, self.mask_token_id = config, chosen_mask_token(config.mask_token_id)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.fc = Linear(len(config.layer_ids) * config.target.hidden_size, hidden)
         self.hidden_norm = RMSNorm(hidden, eps)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .base import HeadError, TargetFacts
+from .base import TargetFacts, check_mask_token, chosen_mask_token
 from .draft_model import DraftModel, DraftModelConfig
 from .model_folder import ModelFolder
 
@@ -25,11 +25,7 @@ class PardConfig(DraftModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
-            raise HeadError(
-                f"head.mask_token_id must be one of the target's {self.vocab_size} rows, found {self.mask_token_id}; "
-                f"choose one that no text uses, or null"
-            )
+        check_mask_token(self.mask_token_id, self.vocab_size)
 
     @classmethod
     def _values(cls, target: TargetFacts, settings: Mapping[str, Any], model: TargetFacts) -> dict[str, Any]:
@@ -53,7 +49,5 @@ class Pard(DraftModel):
     config: PardConfig
 
     def __init__(self, config: PardConfig) -> None:
-        if config.mask_token_id is None:
-            raise HeadError("PARD needs a mask token, found none; set head.mask_token_id to an id that no text uses")
         super().__init__(config)
-        self.mask_token_id = config.mask_token_id
+        self.mask_token_id = chosen_mask_token(config.mask_token_id)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import HeadError, TargetFacts
+from .base import TargetFacts, check_mask_token, chosen_mask_token
 from .eagle3 import Eagle3Config, Eagle3Head
 from .layers import nan_parameter
 from .target_tensors import TargetTensors
@@ -28,11 +28,7 @@ class PEagleConfig(Eagle3Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
-            raise HeadError(
-                f"head.mask_token_id must be one of the target's {self.vocab_size} rows, found {self.mask_token_id}; "
-                f"choose one that no text uses, or null"
-            )
+        check_mask_token(self.mask_token_id, self.vocab_size)
 
     @classmethod
     def implied(cls, target: TargetFacts) -> dict[str, Any]:
@@ -51,9 +47,7 @@ class PEagleHead(Eagle3Head):
 
     def __init__(self, config: PEagleConfig) -> None:
         super().__init__(config)
-        if config.mask_token_id is None:
-            raise HeadError("later drafts need a mask token, found none; set head.mask_token_id to an id no text uses")
-        self.mask_token_id = config.mask_token_id
+        self.mask_token_id = chosen_mask_token(config.mask_token_id)
         self.mask_hidden = nan_parameter(1, len(config.layer_ids) * config.target.hidden_size)
 
     def mask_state(self, target: TargetTensors) -> Tensor:

@@ -3,6 +3,8 @@
 A row of step d attends to the same row's earlier steps, so what is kept at one step was kept at all before it.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,19 @@ from .batch import TrainBatch
 from .draws import rank_in_documents
 
 DROP_STREAM = 102
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropSettings:
+    """How many rows are kept from one step to the next, and of all."""
+
+    retention: float = 0.7
+    min_retention: float = 0.2
+
+    def __post_init__(self) -> None:
+        for name in ("retention", "min_retention"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"objective.{name} must lie between 0 and 1, found {getattr(self, name)}")
 
 
 def drop_rows(valid: Tensor, batch: TrainBatch, retention: float, min_retention: float) -> Tensor:

@@ -14,9 +14,9 @@ from ...heads.target_tensors import TargetTensors
 from ...kernels.dispatch import store_kv
 from ..attention import PagedAttend
 from ..batch import PackedBatch
-from ..planes import Planes, PlaneSpec
+from ..planes import Planes
 from .base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
-from .drafting import DraftSampling, draw_all, no_drafts, top_prob
+from .drafting import DraftSampling, drafts_within, draw_all, layer_planes, no_drafts, top_prob
 
 
 class BlockDrafts(NamedTuple):
@@ -43,13 +43,11 @@ class DFlashProposer(Proposer):
         self.probabilistic = draft_sampling == "probabilistic"
         asked = num_draft_tokens + config.first_draft_slot
         self.block_size = asked if config.causal else max(asked, config.block_size)
-        self.plane_names = [f"draft.{i}" for i in range(config.num_layers)]
+        planes = layer_planes(head)
+        self.plane_names = [plane.name for plane in planes]
         self.requirements = Requirements(
             layer_ids=config.layer_ids,
-            planes=tuple(
-                PlaneSpec(name, config.num_kv_heads, config.head_dim, config.head_dim, head.dtype)
-                for name in self.plane_names
-            ),
+            planes=planes,
             lookahead=self.block_size - 1,
             fixed_lookahead=True,
             draft_laws=self.probabilistic,
@@ -68,9 +66,8 @@ class DFlashProposer(Proposer):
 
     def propose(self, step: DraftStep) -> Drafts:
         config = self.head.config
-        # past the positions the head was made for it drafts nothing rather than something arbitrary
-        reach = (config.max_position_embeddings - step.seq_lens + 1 - config.first_draft_slot).clamp(min=0)
-        room = torch.minimum(step.room, reach).clamp(max=self.num_draft_tokens)
+        last = config.max_position_embeddings + 1 - config.first_draft_slot
+        room = drafts_within(step, last, self.num_draft_tokens)
         if not room.is_cuda and not room.any():
             return no_drafts(step, room)
         states = self._run_blocks(step, room > 0)[:, config.first_draft_slot :][:, : self.num_draft_tokens]

@@ -5,12 +5,31 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ...heads.decoder import DecoderHead
 from ...kernels.dispatch import sample
 from ...kernels.records import Stream
 from ..batch import PackedBatch
+from ..planes import PlaneSpec
 from .base import Drafts, DraftStep
 
 DraftSampling = Literal["greedy", "probabilistic"]
+
+
+def layer_planes(head: DecoderHead) -> tuple[PlaneSpec, ...]:
+    """A plane for the keys and values of each layer of a head."""
+    config = head.config
+    return tuple(
+        PlaneSpec(f"draft.{i}", config.num_kv_heads, config.head_dim, config.head_dim, head.dtype)
+        for i in range(config.num_layers)
+    )
+
+
+def drafts_within(step: DraftStep, num_positions: int, most: int) -> Tensor:
+    """How many drafts [batch] int64 of at most `most` have room and end within `num_positions` tokens.
+
+    Past the positions that a head was made for it drafts nothing rather than something arbitrary.
+    """
+    return torch.minimum(step.room, (num_positions - step.seq_lens).clamp(min=0)).clamp(max=most)
 
 
 def chain_rows(step: DraftStep, token_ids: Tensor, positions: Tensor, live: Tensor, block_size: int) -> PackedBatch:

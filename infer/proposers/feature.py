@@ -15,9 +15,9 @@ from ...heads.decoder import DecoderHead
 from ...heads.target_tensors import TargetTensors
 from ..attention import PagedAttend
 from ..batch import PackedBatch
-from ..planes import Planes, PlaneSpec
+from ..planes import Planes
 from .base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
-from .drafting import DraftSampling, chain, chain_rows, draw
+from .drafting import DraftSampling, chain, chain_rows, drafts_within, draw, layer_planes
 
 
 class FeatureProposer(Proposer):
@@ -29,18 +29,15 @@ class FeatureProposer(Proposer):
     def __init__(
         self, head: DecoderHead, target: TargetTensors, num_draft_tokens: int, draft_sampling: DraftSampling = "greedy"
     ) -> None:
-        config = head.config
         self.head, self.target = head.eval(), target
         self.num_draft_tokens = num_draft_tokens
         self.probabilistic = draft_sampling == "probabilistic"
         self.token_map = head.draft_to_target()
-        self.plane_names = [f"draft.{i}" for i in range(config.num_layers)]
+        planes = layer_planes(head)
+        self.plane_names = [plane.name for plane in planes]
         self.requirements = Requirements(
-            layer_ids=config.layer_ids,
-            planes=tuple(
-                PlaneSpec(name, config.num_kv_heads, config.head_dim, config.head_dim, head.dtype)
-                for name in self.plane_names
-            ),
+            layer_ids=head.config.layer_ids,
+            planes=planes,
             next_token=True,
             lookahead=max(num_draft_tokens - 2, 0),
             draft_laws=self.probabilistic,
@@ -51,9 +48,7 @@ class FeatureProposer(Proposer):
         self._planes = planes
 
     def propose(self, step: DraftStep) -> Drafts:
-        # past the positions the head was made for it drafts nothing rather than something arbitrary
-        reach = (self.head.config.max_position_embeddings - step.seq_lens + 1).clamp(min=0)
-        room = torch.minimum(step.room, reach).clamp(max=self.num_draft_tokens)
+        room = drafts_within(step, self.head.config.max_position_embeddings + 1, self.num_draft_tokens)
         # on a GPU drafting must not wait for the room; on a CPU drafts that nobody has room for cost time
         tokens, laws = self._draft(step, room, self.num_draft_tokens if room.is_cuda else int(room.max()))
         return chain(step, tokens, laws, room, self.token_map, self.probabilistic)

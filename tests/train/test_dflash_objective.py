@@ -266,7 +266,7 @@ def test_only_the_table_of_counted_slots_can_change_the_loss() -> None:
 
 def drawn(objective: DFlashObjective, head: DFlashHead, batch: TrainBatch) -> list[list[int]]:
     """The rows that begin a block, per batch row."""
-    first = objective._supervise(head, batch).valid[0].view_as(batch.token_ids)
+    first = objective.supervise(head, batch).valid[0].view_as(batch.token_ids)
     return [line.nonzero().squeeze(1).tolist() for line in first]
 
 

@@ -25,9 +25,9 @@ from ..attention import AttentionSettings, BlockAttend, choose_backend
 from ..batch import TrainBatch
 from ..draws import rank_in_documents
 from ..losses import LossKind, LossRows, LossSettings, RowLosses, label_probs, soft_linear_loss
-from .base import LossOutput, Objective
+from .base import LossOutput
 from .rollout import SupervisedRows, soft_labels
-from .supervision import Supervision, step_metrics, supervise
+from .supervision import SupervisedObjective, Supervision, step_metrics, supervise
 
 ANCHOR_STREAM = 103
 
@@ -77,7 +77,7 @@ class ScoredDrafts(NamedTuple):
     losses: RowLosses
 
 
-class DFlashObjective(Objective):
+class DFlashObjective(SupervisedObjective):
     """Needs `final_states` (raw, id L) for the soft labels, with `ce` only for metrics, and `document_seeds`."""
 
     def __init__(self, config: DFlashConfig, settings: DFlashSettings) -> None:
@@ -87,16 +87,13 @@ class DFlashObjective(Objective):
     def num_terms(self) -> int:
         return self.config.num_drafts
 
-    def count(self, head: DraftHead, batch: TrainBatch) -> Tensor:
-        return self._supervise(head, batch).weights.sum(dim=1, dtype=torch.float32)
-
     def __call__(self, head: DraftHead, target: TargetTensors, batch: TrainBatch) -> LossOutput:
         """The loss; metrics per draft k: `loss_k`, `entropy_k`, `alpha_k`, `agree_k`, `accept_k` over the drawn blocks.
 
         Raises ValueError without `final_states`. A batch without supervised rows gives 0, and zero gradients for every
         trainable parameter.
         """
-        supervision = self._supervise(head, batch)
+        supervision = self.supervise(head, batch)
         found = SupervisedRows.of(supervision)
         drafts, rows = found.steps, found.rows
         starts, blocks = rows.unique(return_inverse=True)
@@ -151,12 +148,12 @@ class DFlashObjective(Objective):
         positions = first + torch.arange(self.config.block_size, device=first.device)
         return head(BlockRows(head.embed(ids, target).to(head.dtype), positions), attend)
 
-    def _supervise(self, head: DraftHead, batch: TrainBatch) -> Supervision:
+    def supervise(self, head: DraftHead, batch: TrainBatch) -> Supervision:
         """The grids of all rows, cut to those that are drawn."""
         whole = supervise(head, batch, self.num_terms, self.settings.loss)
         eligible = whole.valid[0].view_as(batch.token_ids)
         drawn = eligible & (rank_in_documents(eligible, batch, ANCHOR_STREAM).ranks < self.settings.anchors)
-        return whole._replace(valid=whole.valid & drawn.flatten(), weights=whole.weights & drawn.flatten())
+        return whole.among(drawn.flatten())
 
     def _confidence_weights(self, probs: Tensor, blocks: Tensor, drafts: Tensor, num_blocks: int) -> Tensor:
         """D-PACE's weights [num_rows] of label probabilities [num_rows]."""

@@ -18,12 +18,7 @@ from ...heads.target_tensors import TargetTensors
 from ..attention import AttentionSettings, UnrolledAttend, choose_backend
 from ..batch import TrainBatch
 from ..losses import LossSettings
-from .base import LossOutput, Objective
-from .rollout import SupervisedRows, law_loss, soft_labels
-from .supervision import Supervision, step_metrics, supervise
-
-AHEAD = 0
-"""A row is the newest token itself."""
+from .rollout import LawObjective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +30,10 @@ class DraftModelSettings(LossSettings, AttentionSettings):
         AttentionSettings.__post_init__(self)
 
 
-class DraftModelObjective(Objective):
-    """Needs `final_states` (raw, id L): the target's law, for the loss or, with `ce`, to measure against."""
+class DraftModelObjective(LawObjective):
+    """One mean over the rows of all terms; a row is the newest token itself."""
 
+    ahead = 0
     settings: DraftModelSettings
 
     def __init__(self, config: DraftModelConfig, settings: DraftModelSettings) -> None:
@@ -47,29 +43,10 @@ class DraftModelObjective(Objective):
     def num_terms(self) -> int:
         return 1
 
-    def count(self, head: DraftHead, batch: TrainBatch) -> Tensor:
-        return self.supervise(head, batch).weights.sum(dim=1, dtype=torch.float32)
-
-    def __call__(self, head: DraftHead, target: TargetTensors, batch: TrainBatch) -> LossOutput:
-        """The loss, one mean over the rows of all terms, and the metrics of `step_metrics`.
-
-        Raises ValueError without `final_states`. A batch without supervised rows gives 0, and zero gradients for every
-        trainable parameter.
-        """
-        supervision = self.supervise(head, batch)
-        found = SupervisedRows.of(supervision)
-        states = self.unroll(head, target, batch, found.per_step)
-        labels = soft_labels(target, batch, found, states.dtype, AHEAD)
-        weights = (1 / batch.denominators.sum().to(states.device)).expand(self.num_terms)
-        losses = law_loss(head, target, supervision, found, labels, states, weights, self.settings)
-        return LossOutput(losses.total, step_metrics(supervision, losses, found.steps, found.rows))
-
-    def supervise(self, head: DraftHead, batch: TrainBatch) -> Supervision:
-        """Which rows count at which step."""
-        return supervise(head, batch, self.num_terms, self.settings.loss, AHEAD)
+    def term_weights(self, denominators: Tensor) -> Tensor:
+        return (1 / denominators.sum()).expand(self.num_terms)
 
     def unroll(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, per_step: Sequence[Tensor]) -> Tensor:
-        """The states [num_rows, hidden] that give the logits of each step's supervised rows, step by step."""
         attend = UnrolledAttend(batch.document_ids, choose_backend(self.settings.attention, batch.token_ids.device))
         states = head(TokenRows(head.embed(batch.token_ids, target), batch.positions), attend)
         return states.flatten(0, 1)[torch.cat(list(per_step))]

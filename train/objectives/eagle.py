@@ -23,9 +23,9 @@ from .. import alignment
 from ..attention import AttentionSettings, UnrolledAttend, choose_backend
 from ..batch import TrainBatch
 from ..losses import LossSettings
-from .base import LossOutput, Objective
+from .base import LossOutput
 from .rollout import SupervisedRows, law_loss, soft_labels, unroll
-from .supervision import step_metrics, supervise
+from .supervision import SupervisedObjective, Supervision, step_metrics, supervise
 
 NOISE_LENGTH = 512
 NOISE_STREAM = 101
@@ -47,7 +47,7 @@ class EagleSettings(LossSettings, AttentionSettings):
                 raise ValueError(f"objective.{name} must be 0 or more, found {getattr(self, name)}")
 
 
-class EagleObjective(Objective):
+class EagleObjective(SupervisedObjective):
     """Needs `final_states` (raw, id L): the labels of both losses."""
 
     def __init__(self, config: EagleConfig, settings: EagleSettings) -> None:
@@ -57,8 +57,8 @@ class EagleObjective(Objective):
     def num_terms(self) -> int:
         return 1
 
-    def count(self, head: DraftHead, batch: TrainBatch) -> Tensor:
-        return supervise(head, batch, 1, self.settings.loss).weights.sum(dim=1, dtype=torch.float32)
+    def supervise(self, head: DraftHead, batch: TrainBatch) -> Supervision:
+        return supervise(head, batch, 1, self.settings.loss)
 
     def __call__(self, head: DraftHead, target: TargetTensors, batch: TrainBatch) -> LossOutput:
         """The loss, the metrics of `step_metrics` (of the law alone) and `feature_0`.
@@ -66,7 +66,7 @@ class EagleObjective(Objective):
         Raises ValueError without `final_states`. A batch without supervised rows gives 0, and zero gradients for every
         trainable parameter.
         """
-        supervision = supervise(head, batch, 1, self.settings.loss)
+        supervision = self.supervise(head, batch)
         found = SupervisedRows.of(supervision)
         states = self.unroll(head, target, batch, found.per_step)
         labels = soft_labels(target, batch, found, states.dtype)

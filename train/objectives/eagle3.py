@@ -18,9 +18,7 @@ from ...heads.target_tensors import TargetTensors
 from ..attention import AttentionSettings, UnrolledAttend, choose_backend
 from ..batch import TrainBatch
 from ..losses import LossSettings
-from .base import LossOutput, Objective
-from .rollout import SupervisedRows, law_loss, soft_labels, unroll
-from .supervision import Supervision, step_metrics, supervise
+from .rollout import LawObjective, unroll
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +37,8 @@ class Eagle3Settings(LossSettings, AttentionSettings):
             raise ValueError(f"objective.step_decay must lie in (0, 1], found {self.step_decay}")
 
 
-class Eagle3Objective(Objective):
-    """Needs `final_states` (raw, id L) for the soft labels. The fed-back state is whatever the head calls feedback."""
+class Eagle3Objective(LawObjective):
+    """A mean a step, later ones worth less. The fed-back state is whatever the head calls feedback."""
 
     settings: Eagle3Settings
 
@@ -51,30 +49,11 @@ class Eagle3Objective(Objective):
     def num_terms(self) -> int:
         return self.settings.steps
 
-    def count(self, head: DraftHead, batch: TrainBatch) -> Tensor:
-        return self.supervise(head, batch).weights.sum(dim=1, dtype=torch.float32)
-
-    def __call__(self, head: DraftHead, target: TargetTensors, batch: TrainBatch) -> LossOutput:
-        """The loss, and the metrics of `step_metrics`.
-
-        Raises ValueError without `final_states`. A batch without supervised rows gives 0, and zero gradients for every
-        trainable parameter.
-        """
-        supervision = self.supervise(head, batch)
-        found = SupervisedRows.of(supervision)
-        states = self.unroll(head, target, batch, found.per_step)
-        labels = soft_labels(target, batch, found, states.dtype)
-        decay = self.settings.step_decay ** torch.arange(self.num_terms, device=states.device)
-        weights = decay / batch.denominators.to(states.device)
-        losses = law_loss(head, target, supervision, found, labels, states, weights, self.settings)
-        return LossOutput(losses.total, step_metrics(supervision, losses, found.steps, found.rows))
-
-    def supervise(self, head: DraftHead, batch: TrainBatch) -> Supervision:
-        """Which rows count at which step."""
-        return supervise(head, batch, self.num_terms, self.settings.loss)
+    def term_weights(self, denominators: Tensor) -> Tensor:
+        decay = self.settings.step_decay ** torch.arange(self.num_terms, device=denominators.device)
+        return decay / denominators
 
     def unroll(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, per_step: Sequence[Tensor]) -> Tensor:
-        """The logits states [num_rows, hidden] of each step's supervised rows, step by step."""
         attend = UnrolledAttend(batch.document_ids, choose_backend(self.settings.attention, batch.token_ids.device))
         states = head.combine(batch.aux_states.to(next(head.parameters()).dtype), target)
         return unroll(head, target, batch, states, attend, per_step)

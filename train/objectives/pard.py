@@ -21,7 +21,7 @@ from ...heads.pard import Pard, PardConfig
 from ...heads.target_tensors import TargetTensors
 from ..attention import ParallelAttend, choose_backend
 from ..batch import TrainBatch
-from ..conditional_drop import drop_rows
+from ..conditional_drop import DropSettings, drop_rows
 from ..draft_line import draft_line
 from ..losses import LossKind
 from .draft_model import DraftModelObjective, DraftModelSettings
@@ -29,21 +29,17 @@ from .supervision import Supervision
 
 
 @dataclass(frozen=True, kw_only=True)
-class PardSettings(DraftModelSettings):
+class PardSettings(DraftModelSettings, DropSettings):
     """A recipe's `objective` section."""
 
     loss: LossKind = "ce"
     steps: int = 8
-    retention: float = 0.7
-    min_retention: float = 0.2
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        DraftModelSettings.__post_init__(self)
         if self.steps < 1:
             raise ValueError(f"objective.steps must be 1 or more, found {self.steps}")
-        for name in ("retention", "min_retention"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"objective.{name} must lie between 0 and 1, found {getattr(self, name)}")
+        DropSettings.__post_init__(self)
 
 
 class PardObjective(DraftModelObjective):
@@ -62,9 +58,8 @@ class PardObjective(DraftModelObjective):
         whole = super().supervise(head, batch)
         if not head.training:
             return whole
-        grid = whole.valid.view(-1, *batch.token_ids.shape)
-        kept = drop_rows(grid, batch, self.settings.retention, self.settings.min_retention).flatten(1)
-        return whole._replace(valid=whole.valid & kept, weights=whole.weights & kept)
+        valid = whole.valid.view(-1, *batch.token_ids.shape)
+        return whole.among(drop_rows(valid, batch, self.settings.retention, self.settings.min_retention).flatten(1))
 
     def unroll(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, per_step: Sequence[Tensor]) -> Tensor:
         assert isinstance(head, Pard)

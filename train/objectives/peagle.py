@@ -18,26 +18,22 @@ from ...heads.target_tensors import TargetTensors
 from .. import alignment
 from ..attention import ParallelAttend, choose_backend
 from ..batch import TrainBatch
-from ..conditional_drop import drop_rows
+from ..conditional_drop import DropSettings, drop_rows
 from ..draft_line import draft_line
 from .eagle3 import Eagle3Objective, Eagle3Settings
 from .supervision import Supervision
 
 
 @dataclass(frozen=True, kw_only=True)
-class PEagleSettings(Eagle3Settings):
+class PEagleSettings(Eagle3Settings, DropSettings):
     """A recipe's `objective` section."""
 
     steps: int = 8
     step_decay: float = 1.0
-    retention: float = 0.7
-    min_retention: float = 0.2
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("retention", "min_retention"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"objective.{name} must lie between 0 and 1, found {getattr(self, name)}")
+        Eagle3Settings.__post_init__(self)
+        DropSettings.__post_init__(self)
 
 
 class PEagleObjective(Eagle3Objective):
@@ -50,12 +46,10 @@ class PEagleObjective(Eagle3Objective):
 
     def supervise(self, head: DraftHead, batch: TrainBatch) -> Supervision:
         whole = super().supervise(head, batch)
-        if not head.training or self.settings.retention == 1:
+        if not head.training:
             return whole
-        kept = drop_rows(
-            whole.valid.view(-1, *batch.token_ids.shape), batch, self.settings.retention, self.settings.min_retention
-        ).flatten(1)
-        return whole._replace(valid=whole.valid & kept, weights=whole.weights & kept)
+        valid = whole.valid.view(-1, *batch.token_ids.shape)
+        return whole.among(drop_rows(valid, batch, self.settings.retention, self.settings.min_retention).flatten(1))
 
     def unroll(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, per_step: Sequence[Tensor]) -> Tensor:
         assert isinstance(head, PEagleHead)

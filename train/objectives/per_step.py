@@ -16,9 +16,9 @@ from ...heads.target_tensors import TargetTensors
 from .. import alignment
 from ..batch import TrainBatch
 from ..losses import LossKind, LossRows, LossSettings, RowLosses, soft_linear_loss
-from .base import LossOutput, Objective
+from .base import LossOutput
 from .rollout import SupervisedRows
-from .supervision import Supervision, step_metrics, supervise
+from .supervision import SupervisedObjective, Supervision, step_metrics, supervise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class PerStepSettings(LossSettings):
             raise ValueError(f"objective.head_decay must lie in (0, 1], found {self.head_decay}")
 
 
-class PerStepObjective(Objective):
+class PerStepObjective(SupervisedObjective):
     """Needs `final_states` (raw, id L): what the heads are conditioned on, and the source of soft labels."""
 
     def __init__(self, config: PerStepConfig, settings: PerStepSettings) -> None:
@@ -43,9 +43,6 @@ class PerStepObjective(Objective):
     @property
     def num_terms(self) -> int:
         return self.config.num_heads
-
-    def count(self, head: DraftHead, batch: TrainBatch) -> Tensor:
-        return self._supervise(head, batch).weights.sum(dim=1, dtype=torch.float32)
 
     def __call__(self, head: DraftHead, target: TargetTensors, batch: TrainBatch) -> LossOutput:
         """The loss, and the metrics of `step_metrics`.
@@ -58,7 +55,7 @@ class PerStepObjective(Objective):
             raise ValueError(
                 f"{type(head).__name__} needs the target's last state, found shards without id L; extract again"
             )
-        supervision = self._supervise(head, batch)
+        supervision = self.supervise(head, batch)
         # a row that counts at any step counts at the first
         rows = supervision.valid[0].nonzero().squeeze(1)
         found = SupervisedRows.of(supervision)
@@ -103,5 +100,5 @@ class PerStepObjective(Objective):
             states = output.feedback
             yield output.logits_states
 
-    def _supervise(self, head: DraftHead, batch: TrainBatch) -> Supervision:
+    def supervise(self, head: DraftHead, batch: TrainBatch) -> Supervision:
         return supervise(head, batch, self.num_terms, self.settings.loss)

@@ -3,8 +3,9 @@
 Row t of step k starts from the state at t and is trained on the law after row t+1+k. Rows are of batch * seq.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from ...heads.target_tensors import TargetTensors
 from .. import alignment
 from ..batch import TrainBatch
 from ..losses import LossRows, LossSettings, RowLosses, soft_linear_loss
-from .supervision import Supervision
+from .base import LossOutput
+from .supervision import SupervisedObjective, Supervision, step_metrics, supervise
 
 
 class SupervisedRows(NamedTuple):
@@ -90,3 +92,40 @@ def law_loss(
         labels=supervision.labels[found.steps, found.rows],
     )
     return soft_linear_loss(rows, head.output_weight(target), target, labels.normed, head.draft_to_target(), settings)
+
+
+class LawObjective(SupervisedObjective):
+    """The loss of the head's laws at all supervised rows.
+
+    Needs `final_states` (raw, id L): the target's laws, for the loss or, with `ce`, to measure against.
+    """
+
+    ahead: ClassVar[int] = 1
+    """Whether a row's first input is the token after it; 0 where it is the row's own."""
+
+    settings: LossSettings
+
+    def __call__(self, head: DraftHead, target: TargetTensors, batch: TrainBatch) -> LossOutput:
+        """The loss, and the metrics of `step_metrics`.
+
+        Raises ValueError without `final_states`. A batch without supervised rows gives 0, and zero gradients for every
+        trainable parameter.
+        """
+        supervision = self.supervise(head, batch)
+        found = SupervisedRows.of(supervision)
+        states = self.unroll(head, target, batch, found.per_step)
+        labels = soft_labels(target, batch, found, states.dtype, self.ahead)
+        weights = self.term_weights(batch.denominators.to(states.device))
+        losses = law_loss(head, target, supervision, found, labels, states, weights, self.settings)
+        return LossOutput(losses.total, step_metrics(supervision, losses, found.steps, found.rows))
+
+    def supervise(self, head: DraftHead, batch: TrainBatch) -> Supervision:
+        return supervise(head, batch, self.num_terms, self.settings.loss, self.ahead)
+
+    @abstractmethod
+    def term_weights(self, denominators: Tensor) -> Tensor:
+        """What a row of each term weighs [num_terms], given `denominators` [num_terms]."""
+
+    @abstractmethod
+    def unroll(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, per_step: Sequence[Tensor]) -> Tensor:
+        """The states [num_rows, hidden] that give the logits of each step's supervised rows, step by step."""

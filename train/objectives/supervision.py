@@ -1,5 +1,6 @@
 """What ids and masks decide for heads with one loss term a draft step, and the metrics all of them report."""
 
+from abc import abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from ...heads.base import DraftHead
 from .. import alignment
 from ..batch import TrainBatch
 from ..losses import HARD_LABELS, LossKind, RowLosses
+from .base import Objective
 
 
 class Supervision(NamedTuple):
@@ -18,6 +20,21 @@ class Supervision(NamedTuple):
     tops: Tensor  # int64 draft ids of the target's top token at the soft label's row; -1 outside the draft vocabulary
     labels: Tensor  # int64 draft ids the loss asks for; -1 outside
     weights: Tensor  # bool; valid and draftable
+
+    def among(self, rows: Tensor) -> "Supervision":
+        """What is left of it where only `rows` [steps or 1, batch * seq] bool count."""
+        return self._replace(valid=self.valid & rows, weights=self.weights & rows)
+
+
+class SupervisedObjective(Objective):
+    """An objective whose rows are decided by ids and masks, the same before the forward and in it."""
+
+    def count(self, head: DraftHead, batch: TrainBatch) -> Tensor:
+        return self.supervise(head, batch).weights.sum(dim=1, dtype=torch.float32)
+
+    @abstractmethod
+    def supervise(self, head: DraftHead, batch: TrainBatch) -> Supervision:
+        """Which rows count at which step."""
 
 
 def supervise(head: DraftHead, batch: TrainBatch, num_steps: int, loss: LossKind, ahead: int = 1) -> Supervision:
