@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from spectrain.heads.base import TargetFacts
+from spectrain.heads.base import DraftHead, TargetFacts
 from spectrain.heads.draft_model import DraftModel, DraftModelConfig
 from spectrain.heads.folder import save_head
-from spectrain.heads.pard import Pard, PardConfig
+from spectrain.heads.pard import PardConfig
 from spectrain.heads.target_tensors import FinalNorm, TargetTensors
+from spectrain.tests.fresh import loud_head
 
 MASK = 96
 SHAPE = {
@@ -29,22 +30,14 @@ def no_target(facts: TargetFacts) -> TargetTensors:
     return TargetTensors(rows, rows, None, FinalNorm("none", None, None, 0.0))
 
 
-@torch.no_grad()
-def random_draft_model(facts: TargetFacts, *, parallel: bool = False, seed: int = 0, **settings: object) -> DraftModel:
+def random_draft_model(facts: TargetFacts, *, parallel: bool = False, seed: int = 0, **settings: object) -> DraftHead:
     """A draft model no wider than it needs to be, every path of which shows in its logits; with `parallel`, a PARD."""
     shape = {**SHAPE, "source_layers": (0,) * int(str(settings.get("num_layers", SHAPE["num_layers"]))), **settings}
     if parallel:
-        head = Pard(PardConfig.derive(facts, {"mask_token_id": min(MASK, facts.vocab_size - 1), **shape}))
+        config = PardConfig.derive(facts, {"mask_token_id": min(MASK, facts.vocab_size - 1), **shape})
     else:
-        head = DraftModel(DraftModelConfig.derive(facts, shape))
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in head.named_parameters():
-        if "norm" in name:
-            parameter.copy_(0.1 + 2 * torch.rand(parameter.shape, generator=generator))
-        else:
-            scale = 1.0 if name.endswith("embed_tokens.weight") else parameter.shape[-1] ** -0.5
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-    return head
+        config = DraftModelConfig.derive(facts, shape)
+    return loud_head(config, no_target(facts), seed, random_norms=True)
 
 
 def in_transformers(head: DraftModel, folder: Path) -> PreTrainedModel:

@@ -11,8 +11,9 @@ from spectrain.heads.base import HeadError, TargetFacts
 from spectrain.heads.dflash import DFlashConfig, DFlashHead, spread_layer_ids
 from spectrain.heads.folder import load_head, save_head
 from spectrain.infer.target import Target
+from spectrain.tests.fresh import loud_head
 from spectrain.tests.models import rand_llama
-from spectrain.tests.train.blocks import block_config, block_head
+from spectrain.tests.train.blocks import block_config
 from spectrain.tests.train.toys import random_target
 
 QWEN3_4B = TargetFacts(
@@ -122,7 +123,7 @@ def test_a_head_without_a_mask_token_is_refused() -> None:
 
 
 def test_a_block_is_its_anchor_and_masks() -> None:
-    head = block_head(block_config(), random_target(16, 16))
+    head = loud_head(block_config(), random_target(16, 16))
     assert head.block_ids(torch.tensor([[3, 4], [5, 6]]), 3).tolist() == [
         [[3, 15, 15], [4, 15, 15]],
         [[5, 15, 15], [6, 15, 15]],
@@ -133,7 +134,7 @@ def test_a_block_is_its_anchor_and_masks() -> None:
 def folder(tmp_path: Path) -> Path:
     target = Target.from_model(rand_llama())
     settings = {"mask_token_id": 0, "num_layers": 2, "block_size": 4, "sample_from_anchor": True, "sliding_window": 9}
-    head = block_head(DFlashConfig.derive(target.facts, settings), target.tensors())
+    head = loud_head(DFlashConfig.derive(target.facts, settings), target.tensors())
     save_head(tmp_path / "head", head, {"metrics": {}}, torch.float32)
     loaded = load_head(tmp_path / "head")
     assert loaded.head.config == head.config and loaded.head.config.sample_from_anchor

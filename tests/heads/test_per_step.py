@@ -11,7 +11,8 @@ from spectrain.heads.base import HeadError, TargetFacts
 from spectrain.heads.folder import load_head, save_head
 from spectrain.heads.medusa import MedusaConfig, MedusaHead
 from spectrain.heads.mlp_speculator import MLPSpeculatorConfig, MLPSpeculatorHead
-from spectrain.tests.train.per_step import STYLES, fresh_head, make_config, normed, random_head
+from spectrain.tests.fresh import fresh_head, loud_head
+from spectrain.tests.train.per_step import STYLES, make_config, normed
 from spectrain.tests.train.toys import random_target, tiny_config
 
 LLAMA_7B = TargetFacts(
@@ -92,7 +93,7 @@ def test_an_mlp_speculator_starts_random_with_plain_norms():
 def test_a_saved_head_loads_to_the_same_logits(style: str, tmp_path: Path):
     """Each switch of the config survives the folder: blocks, bias, scale, tying, map."""
     target = random_target(16, 16)
-    head = random_head(make_config(style), target)
+    head = loud_head(make_config(style), target, random_norms=True)
     save_head(tmp_path / "head", head, {}, torch.float32)
     loaded = load_head(tmp_path / "head").head
     assert loaded.config == head.config and type(loaded) is type(head)
@@ -113,7 +114,7 @@ def test_a_saved_head_loads_to_the_same_logits(style: str, tmp_path: Path):
 def test_tied_weights_are_written_once(tmp_path: Path):
     sizes = {}
     for style in ("mlp", "mlp, tied"):
-        head = random_head(make_config(style, heads=4), random_target(16, 16))
+        head = loud_head(make_config(style, heads=4), random_target(16, 16), random_norms=True)
         save_head(tmp_path / style, head, {}, torch.float32)
         sizes[style] = set(load_file(tmp_path / style / "model.safetensors"))
     kinds = ("emb.{}.weight", "head.{}.weight", "ln.{}.bias", "ln.{}.weight", "proj.{}.weight")
@@ -131,7 +132,7 @@ def test_medusa_tensors_bear_the_names_vllm_reads(tmp_path: Path):
         "medusa, shared lm_head and token map": weights | biases | {"lm_heads.0.weight", "token_map"},
     }
     for style, names in expected.items():
-        head = random_head(make_config(style), random_target(16, 16))
+        head = loud_head(make_config(style), random_target(16, 16), random_norms=True)
         save_head(tmp_path / style, head, {})
         tensors = load_file(tmp_path / style / "model.safetensors")
         assert set(tensors) == names
@@ -142,7 +143,7 @@ def test_medusa_tensors_bear_the_names_vllm_reads(tmp_path: Path):
 
 def test_serving_configs_say_what_cannot_be_guessed(tmp_path: Path):
     def written(style: str) -> dict:
-        save_head(tmp_path / style, random_head(make_config(style), random_target(16, 16)), {})
+        save_head(tmp_path / style, loud_head(make_config(style), random_target(16, 16), random_norms=True), {})
         return json.loads((tmp_path / style / "config.json").read_text())
 
     medusa = written("medusa, two blocks")
@@ -163,7 +164,7 @@ def test_serving_configs_say_what_cannot_be_guessed(tmp_path: Path):
 
 @pytest.mark.parametrize("field", ["lm_head", "num_layers", "fc_bias"])
 def test_a_config_without_its_layout_is_refused_not_guessed(field: str, tmp_path: Path):
-    save_head(tmp_path / "head", random_head(make_config("medusa"), random_target(16, 16)), {})
+    save_head(tmp_path / "head", loud_head(make_config("medusa"), random_target(16, 16), random_norms=True), {})
     record = json.loads((tmp_path / "head" / "spectrain.json").read_text())
     del record["config"][field]
     (tmp_path / "head" / "spectrain.json").write_text(json.dumps(record))

@@ -12,8 +12,9 @@ from spectrain.infer.proposers.dspark import DSparkProposer
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
+from spectrain.tests.fresh import loud_head
 from spectrain.tests.models import rand_llama
-from spectrain.tests.train.blocks import BlockDrafter, block_head
+from spectrain.tests.train.blocks import BlockDrafter
 
 CONFIG = EngineConfig(num_blocks=200, block_size=4, max_batch_tokens=64, max_batch_size=16)
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -38,7 +39,7 @@ def plain(target, prompts) -> list[list[int]]:
 
 def head_of(target: Target, **settings) -> DSparkHead:
     shape = {"mask_token_id": 0, "num_layers": 1, "block_size": 5, "markov_rank": 6, **settings}
-    head = block_head(DSparkConfig.derive(target.facts, shape), target.tensors(), random_norms=True)
+    head = loud_head(DSparkConfig.derive(target.facts, shape), target.tensors(), random_norms=True)
     assert isinstance(head, DSparkHead)
     with torch.no_grad():  # as loud as the block's own logits
         head.markov_head.markov_w1.weight.mul_(20)

@@ -6,25 +6,16 @@ import math
 import pytest
 import torch
 
-from spectrain.heads.dflash import DFlashConfig, DFlashHead
-from spectrain.heads.dspark import DSparkConfig, DSparkHead
-from spectrain.heads.eagle import EagleConfig
-from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head
-from spectrain.heads.peagle import PEagleConfig
-from spectrain.heads.resolve import resolve
 from spectrain.infer.engine import Engine, EngineConfig
-from spectrain.infer.proposers.dflash import DFlashProposer
-from spectrain.infer.proposers.dspark import DSparkProposer
-from spectrain.infer.proposers.eagle3 import Eagle3Proposer
+from spectrain.infer.proposers.base import Proposer
 from spectrain.infer.proposers.none import NoneProposer
-from spectrain.infer.proposers.per_step import PerStepProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
+from spectrain.tests.fresh import fresh_proposer
 from spectrain.tests.infer.proposers import LawProposer
 from spectrain.tests.models import COMMON, build
-from spectrain.tests.train.per_step import STYLES, fresh_head
 
-VOCAB, DEPTH, SAMPLES, PROMPT = 5, 3, 4000, [3, 1, 4]
+VOCAB, DEPTH, SAMPLES, PROMPT = 5, 3, 2500, [3, 1, 4]
 CONFIG = EngineConfig(num_draft_tokens=3, num_blocks=2000, block_size=4, max_batch_tokens=4096, max_batch_size=512)
 
 
@@ -76,62 +67,16 @@ def bigram_law(seed: int = 0) -> torch.Tensor:
     return torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)).softmax(-1)
 
 
-def eagle3(target: Target, draft_vocab: int) -> Eagle3Proposer:
-    config = Eagle3Config.derive(target.facts, {"layer_ids": [0, 1, 2], "draft_vocab_size": draft_vocab})
-    head, tensors = Eagle3Head(config), target.tensors()
-    if draft_vocab < VOCAB:
-        head.set_draft_vocab(torch.tensor([0, 2, 4])[:draft_vocab])
-    head.initialise(tensors, torch.Generator().manual_seed(0))
-    return Eagle3Proposer(head, tensors, 3, "probabilistic")
-
-
-def dflash(target: Target, **settings: object) -> DFlashProposer:
-    shape = {"layer_ids": [0, 1, 2], "mask_token_id": 0, "num_layers": 1, "block_size": 3}
-    head = DFlashHead(DFlashConfig.derive(target.facts, {**shape, **settings}))
-    head.initialise(target.tensors(), torch.Generator().manual_seed(0))
-    return DFlashProposer(head, target.tensors(), 3, "probabilistic")
-
-
-def dspark(target: Target, num_candidates: int | None) -> DSparkProposer:
-    shape = {"layer_ids": [0, 1, 2], "mask_token_id": 0, "num_layers": 1, "block_size": 3, "markov_rank": 4}
-    head = DSparkHead(DSparkConfig.derive(target.facts, {**shape, "num_candidates": num_candidates}))
-    generator = torch.Generator().manual_seed(0)
-    head.initialise(target.tensors(), generator)
-    with torch.no_grad():
-        for factor in head.markov_head.parameters():
-            factor.copy_(torch.randn(factor.shape, generator=generator))
-    return DSparkProposer(head, target.tensors(), 3, "probabilistic")
-
-
-def kin(target: Target, config_class: type, **settings: object):
-    config = config_class.derive(target.facts, settings)
-    head, tensors = resolve(config.network)(config), target.tensors()
-    head.initialise(tensors, torch.Generator().manual_seed(0))
-    return resolve(config.proposer)(head, tensors, 3, "probabilistic")
-
-
-def per_step(target: Target, style: str, draft_vocab: int) -> PerStepProposer:
-    kind, settings = STYLES[style]
-    config = kind.derive(target.facts, {**settings, "num_heads": 3, "draft_vocab_size": draft_vocab})
-    head = fresh_head(config, target.tensors())
-    return PerStepProposer(head, target.tensors(), 3, "probabilistic")
-
-
 PROPOSERS = {
     "law": lambda target: LawProposer(bigram_law(), 3),
     "sampled drafts as point masses": lambda target: LawProposer(bigram_law(), 3, point_mass=True),
-    "eagle3, probabilistic": lambda target: eagle3(target, VOCAB),
-    "eagle3, reduced vocabulary": lambda target: eagle3(target, 3),
-    "dflash, probabilistic": lambda target: dflash(target),
-    "dflash, from the anchor": lambda target: dflash(target, sample_from_anchor=True, causal=True),
-    "dspark": lambda target: dspark(target, None),
-    "dspark, of the best three": lambda target: dspark(target, 3),
-    "eagle, probabilistic": lambda target: kin(target, EagleConfig),
-    "peagle, probabilistic": lambda target: kin(target, PEagleConfig, layer_ids=[0, 1, 2], mask_token_id=0),
-    "medusa": lambda target: per_step(target, "medusa", VOCAB),
-    "mlp, reduced vocabulary": lambda target: per_step(target, "mlp", 3),
+    "a head": lambda target: eagle3(target),
     "none": lambda target: NoneProposer(),
 }
+
+
+def eagle3(target: Target, draft_vocab_size: int = VOCAB) -> Proposer:
+    return fresh_proposer("eagle3", target, 3, "probabilistic", draft_vocab_size=draft_vocab_size)
 
 
 @pytest.mark.parametrize("name", PROPOSERS)
@@ -169,12 +114,12 @@ def test_the_law_test_sees_a_wrong_law(target):
 def test_a_seed_decides_a_requests_tokens_whatever_its_neighbours(target, batch):
     prompts = [PROMPT, [1, 2], [4], [0, 3, 2, 1], [2, 2], [1], [3, 3, 3]]
     params = [SamplingParams(max_tokens=12, temperature=1.0, seed=100 + i) for i in range(7)]
-    proposer = eagle3(target, VOCAB)
+    proposer = eagle3(target)
     together = Engine(target, proposer, CONFIG).generate(prompts, params)
     config = EngineConfig(num_draft_tokens=3, num_blocks=40, block_size=4, max_batch_size=batch)
-    alone = Engine(target, eagle3(target, VOCAB), config).generate(prompts, params)
+    alone = Engine(target, eagle3(target), config).generate(prompts, params)
     assert [o.token_ids for o in together] == [o.token_ids for o in alone]
-    other = Engine(target, eagle3(target, VOCAB), config).generate(
+    other = Engine(target, eagle3(target), config).generate(
         prompts, [SamplingParams(max_tokens=12, temperature=1.0, seed=200 + i) for i in range(7)]
     )
     assert [o.token_ids for o in other] != [o.token_ids for o in alone]

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from spectrain.heads.dflash import DFlashConfig, DFlashHead
-from spectrain.heads.resolve import resolve
 from spectrain.heads.target_tensors import TargetTensors
 from spectrain.tests.train.reference_decoder import rms, rope
 from spectrain.tests.train.toys import Document, pack, tiny_config
@@ -17,20 +16,6 @@ def block_config(vocab: int = 16, hidden: int = 16, **settings: Any) -> DFlashCo
     facts = tiny_config(vocab=vocab, hidden=hidden).target
     defaults = {"layer_ids": (2, 3, 4), "num_layers": 1, "block_size": 4, "mask_token_id": vocab - 1}
     return DFlashConfig.derive(facts, defaults | settings)
-
-
-def block_head(config: DFlashConfig, target: TargetTensors, seed: int = 0, random_norms: bool = False) -> DFlashHead:
-    """Weights large enough for every path to matter."""
-    generator = torch.Generator().manual_seed(seed)
-    head = resolve(config.network)(config)
-    head.initialise(target, generator)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            if parameter.dim() == 1 and random_norms:
-                parameter.copy_(torch.rand(parameter.shape, generator=generator) * 2 + 0.1)
-            elif parameter.dim() == 2:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
-    return head
 
 
 def seeded(batch: TrainBatch, epoch: int = 0) -> TrainBatch:

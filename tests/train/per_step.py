@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from spectrain.heads.medusa import MedusaConfig, MedusaHead
-from spectrain.heads.mlp_speculator import MLPSpeculatorConfig, MLPSpeculatorHead
+from spectrain.heads.medusa import MedusaConfig
+from spectrain.heads.mlp_speculator import MLPSpeculatorConfig
 from spectrain.heads.per_step import PerStepConfig, PerStepHead
 from spectrain.heads.target_tensors import TargetTensors
 from spectrain.tests.train.toys import tiny_config
@@ -30,10 +30,6 @@ STYLES: dict[str, tuple[type[PerStepConfig], dict[str, object]]] = {
     "mlp, tied and scaled": (MLPSpeculatorConfig, {"tie_weights": True, "scale_input": True, "inner_dim": 24}),
     "mlp, token map": (MLPSpeculatorConfig, {"draft_vocab_size": 11}),
 }
-NETWORKS: dict[type[PerStepConfig], type[PerStepHead]] = {
-    MedusaConfig: MedusaHead,
-    MLPSpeculatorConfig: MLPSpeculatorHead,
-}
 
 
 def make_config(style: str, vocab: int = 16, hidden: int = 16, heads: int = 3, **settings: object) -> PerStepConfig:
@@ -46,27 +42,6 @@ def make_objective(config: PerStepConfig, **settings: object) -> PerStepObjectiv
         return MedusaObjective(config, MedusaSettings(**settings))
     assert isinstance(config, MLPSpeculatorConfig)
     return MLPSpeculatorObjective(config, PerStepSettings(**settings))
-
-
-def fresh_head(config: PerStepConfig, target: TargetTensors, seed: int = 0) -> PerStepHead:
-    """As `fit` starts it."""
-    generator = torch.Generator().manual_seed(seed)
-    head = NETWORKS[type(config)](config)
-    if config.is_reduced:
-        chosen = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size]
-        head.set_draft_vocab(chosen.sort().values)
-    head.initialise(target, generator)
-    return head
-
-
-def random_head(config: PerStepConfig, target: TargetTensors, seed: int = 0) -> PerStepHead:
-    """Every parameter random and large enough to matter, norms and biases too."""
-    head, generator = fresh_head(config, target, seed), torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-    return head
 
 
 def normed(target: TargetTensors, final: Tensor) -> Tensor:

@@ -9,7 +9,22 @@ from torch import Tensor
 
 from spectrain.heads.dflash import DFlashHead
 from spectrain.heads.target_tensors import TargetTensors
-from spectrain.tests.train.blocks import BlockDrafter, block_batch, block_config, block_head, seeded
+from spectrain.tests.fresh import fresh_head, loud_head
+from spectrain.tests.train.blocks import BlockDrafter, block_batch, block_config, seeded
+from spectrain.tests.train.texts import (
+    CYCLE,
+    ENTROPIES,
+    FIB,
+    assert_nothing_was_known,
+    blank,
+    certain_law,
+    cross_entropy,
+    cycle_documents,
+    fibonacci_documents,
+    learn_uniform,
+    shortened,
+    unshifted,
+)
 from spectrain.tests.train.toys import MK, Document, law_target, mk_windows, onehot_document, share, train
 from spectrain.train import alignment, attention
 from spectrain.train.attention import BlockAttend
@@ -17,30 +32,8 @@ from spectrain.train.batch import TrainBatch
 from spectrain.train.objectives.base import LossOutput, predicted_acceptance_length
 from spectrain.train.objectives.dflash import DFlashObjective, DFlashSettings
 
-DRAFTS, CYCLE, FIB = 3, 11, 5
+DRAFTS = 3
 INPUT_TOKENS, LABEL_TOKENS, LABEL_ROWS = alignment.input_tokens, alignment.label_tokens, alignment.soft_label_rows
-
-
-def certain_law(vocab: int) -> Tensor:
-    """Law of a target that is sure of the token its final state names; the last id, the mask token, never comes."""
-    return torch.eye(vocab) * (1 - 1e-4 * vocab) + 1e-4
-
-
-def cycle_documents(length: int, blank: bool = False) -> list[Document]:
-    walks = [(torch.arange(length) + start) % CYCLE for start in range(CYCLE)]
-    documents = [onehot_document(walk, (walk + 1) % CYCLE, hidden=16) for walk in walks]
-    return [d._replace(aux=torch.zeros_like(d.aux)) for d in documents] if blank else documents
-
-
-def fibonacci_documents(length: int) -> list[Document]:
-    """x_{t+1} = x_t + x_{t-1} mod 5 from every pair; the aux state names x_t only, the final state the next token."""
-    documents = []
-    for pair in range(FIB * FIB):
-        walk = [pair // FIB, pair % FIB]
-        while len(walk) <= length:
-            walk.append((walk[-1] + walk[-2]) % FIB)
-        documents.append(onehot_document(torch.tensor(walk[:-1]), torch.tensor(walk[1:]), hidden=16))
-    return documents
 
 
 def fit(
@@ -50,7 +43,7 @@ def fit(
     target = law_target(certain_law(vocab + 1), 16)
     shape = {"block_size": DRAFTS + 1, **(config or {})}
     head_config = block_config(vocab=vocab + 1, hidden=16, **shape)
-    head = block_head(head_config, target)
+    head = loud_head(head_config, target)
     objective = DFlashObjective(head_config, DFlashSettings(slot_decay=50.0, **settings))
     output = train(objective, head, target, block_batch([documents], target, head_config), steps, 1e-2)
     return head, target, output
@@ -80,7 +73,7 @@ def test_cycle_with_labels_one_off_accepts_nothing(by: int, loss: str, monkeypat
         alignment, "label_tokens", lambda batch, step, ahead: (LABEL_TOKENS(batch, step, ahead) + by) % CYCLE
     )
     monkeypatch.setattr(alignment, "soft_label_rows", lambda rows, steps, ahead: LABEL_ROWS(rows, steps, ahead) + by)
-    documents = [d._replace(loss_mask=torch.arange(10) < 9) for d in cycle_documents(10)]
+    documents = shortened(cycle_documents(10))
     head, target, _ = fit(documents, CYCLE, 60, loss=loss)
     assert acceptance_length(head, target, cycle_documents(9)) == 1
 
@@ -102,7 +95,7 @@ def test_cycle_with_anchors_one_off_accepts_nothing_where_the_token_decides(
     by: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(alignment, "input_tokens", lambda batch, step: (INPUT_TOKENS(batch, step) + by) % CYCLE)
-    documents = cycle_documents(9, blank=True)
+    documents = blank(cycle_documents(9))
     head, target, _ = fit(documents, CYCLE, 60)
     assert acceptance_length(head, target, documents) == 1
 
@@ -152,36 +145,30 @@ def test_fibonacci_without_the_state_before_the_anchor_is_at_chance(monkeypatch:
     assert share(output, "agree_0") == pytest.approx(1 / FIB)
 
 
-def learn_chain(length: int, **settings: Any) -> LossOutput:
+def learn_chain(length: int, steps: int = 90, **settings: Any) -> LossOutput:
     """Trained on every window of the chain, states blank: what a window happens to hold before the anchor is no help.
 
     The last id is the mask token, which never comes.
     """
     law = torch.cat([torch.cat([MK, torch.full((3, 1), 1e-12)], dim=1), torch.full((1, 4), 0.25)])
     target, config = law_target(law, 16), block_config(vocab=4, hidden=16, block_size=3)
-    head = DFlashHead(config)
-    head.initialise(target, torch.Generator().manual_seed(0))
-    windows = [d._replace(aux=torch.zeros_like(d.aux)) for [d] in mk_windows(length, 16)]
+    head = fresh_head(config, target)
+    windows = blank([d for [d] in mk_windows(length, 16)])
     batch = block_batch([windows[i : i + 31] for i in range(0, 186, 31)], target, config)
     objective = DFlashObjective(config, DFlashSettings(loss="kl", slot_decay=4.0, **settings))
-    return train(objective, head, target, batch, 120, 2e-2)
-
-
-def cross_entropy(output: LossOutput, draft: int) -> float:
-    return share(output, f"loss_{draft}") + share(output, f"entropy_{draft}")
+    return train(objective, head, target, batch, steps, 2e-2)
 
 
 def test_each_slot_converges_to_the_entropy_at_its_distance_and_never_below() -> None:
     output = learn_chain(4)
     for draft, floor in enumerate((0.766596, 0.945307)):
         assert floor - 1e-4 < cross_entropy(output, draft) < floor + 3e-3
-    entropies = (0.766596, 0.945307, 1.007871, 1.032148, 1.041904)
     power, found = MK.clone(), []
     stationary = torch.tensor([40.0, 35.0, 18.0]) / 93
     for _ in range(15):
         found.append(float((stationary * -(power * power.log()).sum(-1)).sum()))
         power = power @ MK
-    assert found[:5] == pytest.approx(entropies, abs=1e-6)
+    assert found[:5] == pytest.approx(ENTROPIES, abs=1e-6)
     for slots, decay, expected in ((7, 4.0, 0.941931), (15, 7.0, 0.985428)):
         weights = [math.exp(-k / decay) for k in range(slots)]
         mean = sum(w * h for w, h in zip(weights, found, strict=False)) / sum(weights)
@@ -189,9 +176,6 @@ def test_each_slot_converges_to_the_entropy_at_its_distance_and_never_below() ->
 
 
 def test_an_unshifted_anchor_stops_at_the_entropy_one_token_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unshifted(batch: TrainBatch, step: int) -> Tensor:
-        return alignment.shift_left(batch.token_ids, step, batch.document_ids)
-
     monkeypatch.setattr(alignment, "input_tokens", unshifted)
     assert cross_entropy(learn_chain(3), 0) == pytest.approx(0.945307, abs=3e-3)
 
@@ -202,7 +186,7 @@ def test_a_label_one_ahead_stops_at_the_entropy_one_token_further(monkeypatch: p
 
 
 def test_confidence_weights_reach_the_same_optimum() -> None:
-    output = learn_chain(4, slot_weights="dpace")
+    output = learn_chain(4, 120, slot_weights="dpace")
     for draft, floor in enumerate((0.766596, 0.945307)):
         assert floor - 1e-4 < cross_entropy(output, draft) < floor + 1.5e-2
 
@@ -214,27 +198,19 @@ def test_uniform_tokens_cannot_be_predicted(leak: bool, monkeypatch: pytest.Monk
         shift_context(monkeypatch, 1)
     vocab = 6
     target, config = law_target(certain_law(vocab + 1), 16), block_config(vocab=vocab + 1, hidden=16)
-    head = block_head(config, target)
+    head = loud_head(config, target)
     objective = DFlashObjective(config, DFlashSettings(slot_decay=50.0))
-    generator = torch.Generator().manual_seed(0)
-    optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
-    recent = []
-    for step in range(80):
+
+    def draw(generator: torch.Generator, step: int) -> TrainBatch:
         walks = torch.randint(0, vocab, (24, 9), generator=generator)
         documents = [onehot_document(d[:-1], d[1:], hidden=16) for d in walks]
         telling = [
             d._replace(aux=torch.eye(16)[w[1:]][:, None].repeat(1, 3, 1)) for d, w in zip(documents, walks, strict=True)
         ]
-        batch = seeded(block_batch([telling[:12], telling[12:]], target, config), step)
-        batch = batch._replace(denominators=objective.count(head, batch))
-        optimizer.zero_grad()
-        output = objective(head, target, batch)
-        output.loss.backward()
-        optimizer.step()
-        if step >= 50:
-            recent.append([share(output, f"loss_{k}") for k in range(config.num_drafts)])
-    means = torch.tensor(recent).mean(0)
+        return seeded(block_batch([telling[:12], telling[12:]], target, config), step)
+
+    losses = learn_uniform(objective, head, target, draw, steps=80, lr=1e-2)
     if leak:
-        assert means[0] < math.log(vocab) - 0.5
+        assert losses[0] < math.log(vocab) - 0.5
     else:
-        assert (means > math.log(vocab) - 0.02).all() and (means < math.log(vocab) + 0.15).all(), means
+        assert_nothing_was_known(losses, vocab)

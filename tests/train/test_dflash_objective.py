@@ -9,7 +9,8 @@ from torch import Tensor
 
 from spectrain.heads.dflash import DFlashHead
 from spectrain.heads.target_tensors import TargetTensors
-from spectrain.tests.train.blocks import BlockDrafter, block_batch, block_config, block_head, seeded
+from spectrain.tests.fresh import loud_head
+from spectrain.tests.train.blocks import BlockDrafter, block_batch, block_config, seeded
 from spectrain.tests.train.toys import Document, counted, gradients, pack, random_document, random_target, share
 from spectrain.train import attention, losses
 from spectrain.train.attention import BlockAttend
@@ -51,7 +52,7 @@ def test_training_logits_equal_a_drafter_of_single_blocks(
 ) -> None:
     monkeypatch.setattr(attention, "QUERY_BLOCK", query_block)
     config, target = block_config(**STYLES[style]), random_target(16, 16)
-    head = block_head(config, target, random_norms=True)
+    head = loud_head(config, target, random_norms=True)
     rows = packed_case(torch.Generator().manual_seed(1))
     batch = block_batch(rows, target, config, seq=8)
     objective = DFlashObjective(config, DFlashSettings())
@@ -138,7 +139,7 @@ def test_flex_equals_dense_on_cuda_in_value_and_gradient(causal: bool) -> None:
 def test_loss_equals_the_formula_on_the_drafters_logits(kind: losses.LossKind, from_anchor: bool) -> None:
     """Labels are x_{t+2+k}, soft ones the law after row t+1+k, the norm exactly once; weights e^{-k/gamma}."""
     config, target = block_config(sample_from_anchor=from_anchor), random_target(16, 16)
-    head = block_head(config, target, random_norms=True)
+    head = loud_head(config, target, random_norms=True)
     rows = packed_case(torch.Generator().manual_seed(1))
     objective = DFlashObjective(config, DFlashSettings(loss=kind, slot_decay=1.7))
     batch = counted(objective, head, block_batch(rows, target, config))
@@ -170,7 +171,7 @@ def row_loss(kind: str, q: Tensor, p: Tensor, label: int) -> Tensor:
 
 def test_confidence_weights_equal_the_formula() -> None:
     config, target = block_config(block_size=5), random_target(16, 16)
-    head = block_head(config, target)
+    head = loud_head(config, target)
     document = random_document(9, 16, 16, torch.Generator().manual_seed(2))
     objective = DFlashObjective(config, DFlashSettings(slot_weights="dpace", dpace_floor=0.5))
     batch = counted(objective, head, block_batch([[document]], target, config))
@@ -212,7 +213,7 @@ def test_confidence_weights_of_known_probabilities(floor: float, expected: list[
 def test_each_slot_depends_on_exactly_what_the_drafter_knows(style: str) -> None:
     """States 0..a-1 and the token x_a of its own document: all of them, nothing else; with causal slots too."""
     config, target = block_config(vocab=32, **STYLES[style]), random_target(32, 16)
-    head = block_head(config, target)
+    head = loud_head(config, target)
     lengths, generator, documents, start = [6, 5], torch.Generator().manual_seed(0), [], 0
     for n in lengths:  # every token id appears once, so an embedding row names a position
         documents.append(random_document(n, 32, 16, generator)._replace(token_ids=torch.arange(start, start + n)))
@@ -238,7 +239,7 @@ def test_each_slot_depends_on_exactly_what_the_drafter_knows(style: str) -> None
 def test_only_the_table_of_counted_slots_can_change_the_loss() -> None:
     """Mask 00111011 counts (t, k) = (1,0) (2,0) (5,0) (1,1): anchors x_2, x_3, x_6; final rows 2, 3 and 6."""
     config, target = block_config(), random_target(16, 16)
-    head = block_head(config, target)
+    head = loud_head(config, target)
     generator = torch.Generator().manual_seed(3)
     mask = torch.tensor([c == "1" for c in "00111011"])
     document = random_document(8, 16, 16, generator)._replace(loss_mask=mask)
@@ -272,7 +273,7 @@ def drawn(objective: DFlashObjective, head: DFlashHead, batch: TrainBatch) -> li
 
 def test_anchors_are_drawn_per_document_anew_each_epoch_and_whatever_shares_the_batch() -> None:
     config, target = block_config(), random_target(16, 16)
-    head = block_head(config, target)
+    head = loud_head(config, target)
     generator = torch.Generator().manual_seed(0)
     long, short, other = (random_document(n, 16, 16, generator, prompt=p) for n, p in ((40, 10), (9, 4), (20, 0)))
     objective = DFlashObjective(config, DFlashSettings(anchors=6))
@@ -297,7 +298,7 @@ def test_anchors_are_drawn_per_document_anew_each_epoch_and_whatever_shares_the_
 
 def test_a_batch_without_seeds_is_refused() -> None:
     config, target = block_config(), random_target(16, 16)
-    head = block_head(config, target)
+    head = loud_head(config, target)
     batch = pack([[random_document(9, 16, 16, torch.Generator().manual_seed(0))]], target, 3)
     with pytest.raises(ValueError, match="without document_seeds"):
         DFlashObjective(config, DFlashSettings()).count(head, batch._replace(document_seeds=None))
@@ -307,7 +308,7 @@ def test_a_batch_without_seeds_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["ce", "lk_alpha"])
 def test_gradient_does_not_depend_on_batching_padding_packing_or_ranks(kind: losses.LossKind, weights: str) -> None:
     config, target = block_config(), random_target(16, 16)
-    head = block_head(config, target)
+    head = loud_head(config, target)
     generator = torch.Generator().manual_seed(0)
     lengths = [(9, 2), (5, 0), (3, 0), (12, 8), (7, 5), (4, 4), (10, 0), (6, 1)]  # tokens, of these prompt
     documents = [random_document(n, 16, 16, generator, prompt=p) for n, p in lengths]
@@ -346,7 +347,7 @@ def test_a_response_of_no_or_one_token_gives_finite_zeros_for_every_parameter(
     kind: losses.LossKind, weights: str, mask: str
 ) -> None:
     config, target = block_config(num_layers=2), random_target(16, 16)
-    head = block_head(config, target)
+    head = loud_head(config, target)
     document = random_document(6, 16, 16, torch.Generator().manual_seed(0))
     document = document._replace(loss_mask=torch.tensor([c == "1" for c in mask]))
     objective = DFlashObjective(config, DFlashSettings(loss=kind, slot_weights=weights))
@@ -360,7 +361,7 @@ def test_a_response_of_no_or_one_token_gives_finite_zeros_for_every_parameter(
 
 def test_acceptance_metrics_equal_counts_on_the_drafters_logits() -> None:
     config, target = block_config(vocab=3, hidden=8), random_target(3, 8)
-    head = block_head(config, target)
+    head = loud_head(config, target)
     documents = [random_document(n, 3, 8, torch.Generator().manual_seed(n)) for n in (25, 11, 4)]
     objective = DFlashObjective(config, DFlashSettings())
     output = objective(head, target, block_batch([[d] for d in documents], target, config))
@@ -382,7 +383,7 @@ def test_acceptance_metrics_equal_counts_on_the_drafters_logits() -> None:
 
 def test_the_targets_tensors_are_used_and_never_trained() -> None:
     config, target = block_config(), random_target(16, 16)
-    head = block_head(config, target)
+    head = loud_head(config, target)
     before: TargetTensors = random_target(16, 16)
     objective = DFlashObjective(config, DFlashSettings())
     batch = block_batch([[random_document(9, 16, 16, torch.Generator().manual_seed(0))]], target, config)

@@ -9,12 +9,12 @@ from torch import Tensor
 from spectrain.heads.base import HeadError, TargetFacts
 from spectrain.heads.eagle import EagleConfig, EagleHead
 from spectrain.heads.target_tensors import FinalNorm, TargetTensors
+from spectrain.tests.fresh import loud_head
 from spectrain.tests.train.reference_decoder import teacher_forced
 from spectrain.tests.train.toys import (
     Document,
     counted,
     gradients,
-    make_eagle,
     on_final,
     pack,
     random_document,
@@ -55,7 +55,7 @@ def predicted(head: EagleHead, target: TargetTensors, batch: TrainBatch, setting
 @pytest.mark.parametrize("style", STYLES)
 def test_training_logits_equal_an_incremental_decoder(style: str):
     config, target = tiny_eagle_config(**STYLES[style]), random_target(16, 16)
-    head = make_eagle(config, target, random_norms=True)
+    head = loud_head(config, target, random_norms=True)
     rows = [documents(7), documents(4, 2, seed=2)]
     batch = pack(rows, target, 1, seq=8)
     for moved in (0, 7):
@@ -72,7 +72,7 @@ def test_training_logits_equal_an_incremental_decoder(style: str):
 def test_drafts_from_its_own_predictions_equal_an_incremental_decoder(style: str):
     """Training takes one step; what the head feeds back matters in serving alone."""
     config, target = tiny_eagle_config(**STYLES[style]), random_target(16, 16)
-    head = make_eagle(config, target, random_norms=True)
+    head = loud_head(config, target, random_norms=True)
     (document,) = documents(8)
     batch = pack([[document]], target, 1)
     attend = UnrolledAttend(batch.document_ids, "dense")
@@ -86,7 +86,7 @@ def test_drafts_from_its_own_predictions_equal_an_incremental_decoder(style: str
 def test_loss_equals_the_formula_on_the_decoders_states(kind: LossKind):
     """Labels are the next state after the final norm, applied once, and its law."""
     config, target = tiny_eagle_config(), random_target(16, 16)
-    head = make_eagle(config, target, random_norms=True)
+    head = loud_head(config, target, random_norms=True)
     rows = [documents(7), documents(4, 2, seed=2)]
     objective = EagleObjective(config, quiet(loss=kind, feature_weight=0.7, law_weight=0.3))
     batch = counted(objective, head, pack(rows, target, 1))
@@ -127,7 +127,7 @@ def test_the_published_weights_are_the_defaults():
 @pytest.mark.parametrize(("tokens", "width"), [(512, 0.1), (2048, 0.025), (128, 0.4)])
 def test_noise_shrinks_with_the_document_and_fills_its_width(tokens: int, width: float):
     config, target = tiny_eagle_config(), random_target(16, 16)
-    head = make_eagle(config, target)
+    head = loud_head(config, target)
     # a short neighbour in the same row has a width of its own
     rows = [documents(tokens, 64)]
     batch = pack(rows, target, 1, seq=tokens + 70)
@@ -152,7 +152,7 @@ def test_noise_shrinks_with_the_document_and_fills_its_width(tokens: int, width:
 
 def test_noise_follows_the_document_and_its_epoch_and_leaves_labels_alone(monkeypatch: pytest.MonkeyPatch):
     config, target = tiny_eagle_config(), random_target(16, 16)
-    head = make_eagle(config, target).train()
+    head = loud_head(config, target).train()
     first, second = documents(9, 6)
     seeds = {9: 5, 6: 8}
 
@@ -186,7 +186,7 @@ def test_noise_follows_the_document_and_its_epoch_and_leaves_labels_alone(monkey
 def test_each_row_depends_on_exactly_what_the_drafter_knows():
     """States h_0..h_t and tokens x_1..x_{t+1} of its own document: all of them, nothing else."""
     config, target = tiny_eagle_config(vocab=32), random_target(32, 16)
-    head = make_eagle(config, target)
+    head = loud_head(config, target)
     lengths, generator = [6, 5], torch.Generator().manual_seed(0)
     parts, start = [], 0
     for n in lengths:  # every token id appears once, so an embedding row names a position
@@ -209,7 +209,7 @@ def test_each_row_depends_on_exactly_what_the_drafter_knows():
 def test_only_the_table_of_counted_rows_can_change_the_loss():
     """Mask 00111011 counts rows 1, 2 and 5: x_0 and x_7, states 0..5 as inputs, 2, 3 and 6 as labels."""
     config, target = tiny_eagle_config(), random_target(16, 16)
-    head = make_eagle(config, target)
+    head = loud_head(config, target)
     mask = torch.tensor([c == "1" for c in "00111011"])
     document = random_document(8, 16, 16, torch.Generator().manual_seed(3))._replace(loss_mask=mask)
     document = on_final(document)
@@ -237,7 +237,7 @@ def test_only_the_table_of_counted_rows_can_change_the_loss():
 def test_gradient_does_not_depend_on_batching_padding_packing_or_ranks():
     """With noise, which belongs to the document and not to its place."""
     config, target = tiny_eagle_config(), random_target(16, 16)
-    head = make_eagle(config, target).train()
+    head = loud_head(config, target).train()
     parts = documents(9, 5, 3, 12, 7, prompt=1)
     objective = EagleObjective(config, EagleSettings())
     seeds = {len(d.token_ids): i for i, d in enumerate(parts)}
@@ -275,7 +275,7 @@ def test_gradient_does_not_depend_on_batching_padding_packing_or_ranks():
 @pytest.mark.parametrize("kind", ["ce", "kl", "tv", "lk_lambda", "lk_alpha"])
 def test_batch_without_supervised_rows_gives_finite_zeros_for_every_parameter(kind: LossKind):
     config, target = tiny_eagle_config(num_layers=2, fc_bias=True), random_target(16, 16)
-    head = make_eagle(config, target)
+    head = loud_head(config, target)
     (document,) = documents(6)
     objective = EagleObjective(config, EagleSettings(loss=kind))
     empty = pack([[document._replace(loss_mask=torch.zeros(6, dtype=torch.bool))]], target, 1, seq=9)
@@ -308,7 +308,7 @@ def test_published_size_of_the_vicuna_7b_head(bias: bool, size: int):
 
 def test_the_folder_is_vllms_and_a_bias_it_would_drop_is_refused_by_name():
     config, target = tiny_eagle_config(num_layers=2), random_target(16, 16)
-    assert set(make_eagle(config, target).state_dict()) == {
+    assert set(loud_head(config, target).state_dict()) == {
         "fc.weight",
         *(f"layers.{i}.self_attn.{n}_proj.weight" for i in range(2) for n in "qkvo"),
         *(f"layers.{i}.mlp.{n}_proj.weight" for i in range(2) for n in ("gate", "up", "down")),
@@ -320,7 +320,7 @@ def test_the_folder_is_vllms_and_a_bias_it_would_drop_is_refused_by_name():
     assert serving["num_hidden_layers"] == 2 and serving["vocab_size"] == 16
     biased = tiny_eagle_config(fc_bias=True)
     assert biased.serving_config()["architectures"] != ["LlamaForCausalLM"]
-    assert "fc.bias" in make_eagle(biased, target).state_dict()
+    assert "fc.bias" in loud_head(biased, target).state_dict()
 
 
 def test_what_the_head_cannot_do_is_refused():
@@ -342,7 +342,7 @@ def test_what_the_head_cannot_do_is_refused():
     for name in ("noise", "law_weight", "feature_weight"):
         with pytest.raises(ValueError, match=f"objective.{name}"):
             EagleSettings(**{name: -1.0})
-    head = make_eagle(tiny_eagle_config(), plain)
+    head = loud_head(tiny_eagle_config(), plain)
     batch = pack([documents(5)], plain, 1)
     with pytest.raises(ValueError, match="shards without id L"):
         EagleObjective(head.config, quiet())(head, plain, batch._replace(final_states=None))

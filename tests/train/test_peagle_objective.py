@@ -7,12 +7,12 @@ from torch import Tensor
 from spectrain.heads.base import HeadError
 from spectrain.heads.peagle import PEagleConfig, PEagleHead
 from spectrain.heads.target_tensors import TargetTensors
+from spectrain.tests.fresh import loud_head
 from spectrain.tests.train.reference_decoder import teacher_forced
 from spectrain.tests.train.toys import (
     Document,
     counted,
     gradients,
-    make_peagle,
     pack,
     random_document,
     random_target,
@@ -59,7 +59,7 @@ def logits_of(head: PEagleHead, target: TargetTensors, batch: TrainBatch, steps:
 @pytest.mark.parametrize("style", STYLES)
 def test_training_logits_equal_an_incremental_decoder(style: str):
     config, target = tiny_peagle_config(**STYLES[style]), random_target(16, 16)
-    head = make_peagle(config, target, random_norms=True)
+    head = loud_head(config, target, random_norms=True)
     layers = len(config.layer_ids)
     rows = [documents(7, layers=layers), documents(4, 2, seed=2, layers=layers), documents(1, 5, seed=3, layers=layers)]
     batch = pack(rows, target, 4, seq=8)
@@ -80,7 +80,7 @@ def test_training_logits_equal_an_incremental_decoder(style: str):
 @pytest.mark.parametrize("kind", ["ce", "kl", "tv", "lk_alpha"])
 def test_loss_is_the_mean_over_rows_of_each_step_and_every_step_weighs_the_same(kind: LossKind):
     config, target = tiny_peagle_config(draft_vocab_size=11), random_target(16, 16)
-    head = make_peagle(config, target, random_norms=True).eval()
+    head = loud_head(config, target, random_norms=True).eval()
     objective = PEagleObjective(config, PEagleSettings(steps=3, loss=kind))
     parts = documents(7, 9)
     batch = counted(objective, head, pack([parts], target, 3))
@@ -108,7 +108,7 @@ def test_loss_is_the_mean_over_rows_of_each_step_and_every_step_weighs_the_same(
 def test_each_row_depends_on_exactly_what_the_drafter_knows():
     """States h_0..h_t and tokens x_1..x_{t+1} whatever the step; later steps on the stand-ins besides."""
     config, target = tiny_peagle_config(vocab=32, num_layers=2), random_target(32, 16)
-    head = make_peagle(config, target)
+    head = loud_head(config, target)
     lengths, steps, generator = [6, 5], 3, torch.Generator().manual_seed(0)
     parts, start = [], 0
     for n in lengths:  # every token id appears once, so an embedding row names a position
@@ -135,7 +135,7 @@ def test_each_row_depends_on_exactly_what_the_drafter_knows():
 def test_only_the_table_of_counted_rows_can_change_the_loss():
     """Mask 00111011 counts (1,0) (2,0) (5,0) (1,1), whose later step asks for no token or state beyond the first's."""
     config, target = tiny_peagle_config(), random_target(16, 16)
-    head = make_peagle(config, target).eval()
+    head = loud_head(config, target).eval()
     mask = torch.tensor([c == "1" for c in "00111011"])
     document = documents(8)[0]._replace(loss_mask=mask)
     objective = PEagleObjective(config, PEagleSettings(steps=3))
@@ -250,7 +250,7 @@ def test_the_drop_counts_rows_by_document_and_never_revives_one():
 
 def test_dropping_rows_changes_no_value_and_no_label_of_those_kept():
     config, target = tiny_peagle_config(num_layers=2, draft_vocab_size=11), random_target(16, 16)
-    head = make_peagle(config, target, random_norms=True)
+    head = loud_head(config, target, random_norms=True)
     objective = PEagleObjective(config, PEagleSettings(steps=4, retention=0.6))
     batch = pack([documents(30, 17, prompt=2), documents(40, seed=5)], target, 4)
     whole, part = (objective.supervise(head.train(mode), batch) for mode in (False, True))
@@ -268,7 +268,7 @@ def test_dropping_rows_changes_no_value_and_no_label_of_those_kept():
 def test_gradient_does_not_depend_on_batching_padding_packing_or_ranks():
     """With rows dropped, which belongs to the document and not to its place."""
     config, target = tiny_peagle_config(num_layers=2, draft_vocab_size=11), random_target(16, 16)
-    head = make_peagle(config, target).train()
+    head = loud_head(config, target).train()
     objective = PEagleObjective(config, PEagleSettings(steps=4, retention=0.8))
     parts = documents(19, 5, 13, 12, 17, prompt=1)
     seeds = {len(d.token_ids): i for i, d in enumerate(parts)}
@@ -308,7 +308,7 @@ def test_gradient_does_not_depend_on_batching_padding_packing_or_ranks():
 @pytest.mark.parametrize("kind", ["ce", "kl", "lk_lambda"])
 def test_batch_without_supervised_rows_gives_finite_zeros_for_every_parameter(kind: LossKind):
     config, target = tiny_peagle_config(num_layers=2, fc_norm=True), random_target(16, 16)
-    head = make_peagle(config, target)
+    head = loud_head(config, target)
     (document,) = documents(6)
     objective = PEagleObjective(config, PEagleSettings(steps=3, loss=kind))
     empty = pack([[document._replace(loss_mask=torch.zeros(6, dtype=torch.bool))]], target, 3, seq=9)
@@ -322,7 +322,7 @@ def test_batch_without_supervised_rows_gives_finite_zeros_for_every_parameter(ki
 
 def test_the_folder_is_vllms_with_the_mask_under_both_names():
     config, target = tiny_peagle_config(mask_token_id=5), random_target(16, 16)
-    head = make_peagle(config, target)
+    head = loud_head(config, target)
     assert head.state_dict()["mask_hidden"].shape == (1, 3 * 16)
     serving = config.serving_config()
     assert serving["architectures"] == ["LlamaForCausalLMEagle3"]

@@ -1,21 +1,29 @@
 """Medusa and the MLP speculator trained on targets of known law, decoded by a drafter that shares no code with them."""
 
 import itertools
-import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from spectrain.heads.per_step import PerStepHead
 from spectrain.heads.target_tensors import TargetTensors
+from spectrain.tests.fresh import fresh_head, loud_head
 from spectrain.tests.train.per_step import (
-    NETWORKS,
     accepted_drafts,
-    fresh_head,
     make_config,
     make_objective,
-    random_head,
+)
+from spectrain.tests.train.texts import (
+    CYCLE,
+    ENTROPIES,
+    FIB,
+    assert_nothing_was_known,
+    certain_law,
+    cross_entropy,
+    cycle_documents,
+    fibonacci_documents,
+    learn_uniform,
+    shortened,
 )
 from spectrain.tests.train.toys import (
     MK,
@@ -27,36 +35,14 @@ from spectrain.tests.train.toys import (
     train,
 )
 from spectrain.train import alignment
+from spectrain.train.batch import TrainBatch
 from spectrain.train.losses import LossKind
 from spectrain.train.objectives.base import LossOutput, predicted_acceptance_length
 from spectrain.train.objectives.per_step import PerStepObjective
 
-CYCLE, FIB, HEADS = 11, 5, 4
+HEADS = 4
 INPUT_TOKENS, LABEL_TOKENS, LABEL_ROWS = alignment.input_tokens, alignment.label_tokens, alignment.soft_label_rows
 UNROLL = PerStepObjective.unroll
-# <H(P^k)>, k = 1..5: what is left to guess of the token k places on
-ENTROPIES = (0.766596, 0.945307, 1.007871, 1.032148, 1.041904)
-
-
-def certain_law(vocab: int) -> Tensor:
-    """Law of a target that is sure of the token its final state names."""
-    return torch.eye(vocab) * (1 - 1e-4 * vocab) + 1e-4
-
-
-def cycle_documents(length: int) -> list[Document]:
-    walks = [(torch.arange(length) + start) % CYCLE for start in range(CYCLE)]
-    return [onehot_document(walk, (walk + 1) % CYCLE, hidden=16, layers=0) for walk in walks]
-
-
-def fibonacci_documents() -> list[Document]:
-    """x_{t+1} = x_t + x_{t-1} mod 5 from every pair; the state names x_t only."""
-    found = []
-    for pair in range(FIB * FIB):
-        walk = [pair // FIB, pair % FIB]
-        while len(walk) < 8:
-            walk.append((walk[-1] + walk[-2]) % FIB)
-        found.append(onehot_document(torch.tensor(walk), torch.tensor(walk), hidden=16, layers=0))
-    return found
 
 
 def fit(
@@ -83,7 +69,7 @@ def acceptance_length(head: PerStepHead, target: TargetTensors, documents: list[
     ],
 )
 def test_cycle_is_drafted_to_the_end(style: str, loss: LossKind):
-    documents = cycle_documents(8)
+    documents = cycle_documents(8, layers=0)
     head, target, output = fit(style, documents, CYCLE, loss)
     assert acceptance_length(head, target, documents) == HEADS + 1
     assert predicted_acceptance_length(output.metrics) == pytest.approx(HEADS + 1)
@@ -91,8 +77,8 @@ def test_cycle_is_drafted_to_the_end(style: str, loss: LossKind):
 
 def test_blocks_over_a_shared_matrix_learn_the_cycle_too():
     """Nothing but the blocks is trained: 16 wide, they have to turn the target's state by hand."""
-    head, target, _ = fit("medusa, shared lm_head", cycle_documents(8), CYCLE, steps=150)
-    assert acceptance_length(head, target, cycle_documents(8)) == HEADS + 1
+    head, target, _ = fit("medusa, shared lm_head", cycle_documents(8, layers=0), CYCLE, steps=150)
+    assert acceptance_length(head, target, cycle_documents(8, layers=0)) == HEADS + 1
 
 
 @pytest.mark.parametrize("by", [-1, 1])
@@ -101,9 +87,8 @@ def test_blocks_over_a_shared_matrix_learn_the_cycle_too():
 def test_cycle_with_labels_one_off_accepts_nothing(style: str, loss: LossKind, by: int, monkeypatch):
     monkeypatch.setattr(alignment, "soft_label_rows", lambda *arguments: LABEL_ROWS(*arguments) + by)
     monkeypatch.setattr(alignment, "label_tokens", lambda batch, step, ahead: LABEL_TOKENS(batch, step, ahead + by))
-    masked = [d._replace(loss_mask=torch.arange(9) < 8) for d in cycle_documents(9)]
-    head, target, _ = fit(style, masked, CYCLE, loss, steps=50)
-    assert acceptance_length(head, target, cycle_documents(8)) == 1
+    head, target, _ = fit(style, shortened(cycle_documents(9, layers=0)), CYCLE, loss, steps=50)
+    assert acceptance_length(head, target, cycle_documents(8, layers=0)) == 1
 
 
 @pytest.mark.parametrize("by", [-1, 1])
@@ -112,14 +97,14 @@ def test_cycle_with_states_one_off_accepts_nothing_where_the_state_decides(by: i
     monkeypatch.setattr(
         PerStepObjective, "unroll", lambda self, head, target, batch, rows: UNROLL(self, head, target, batch, rows + by)
     )
-    documents = [d._replace(loss_mask=torch.arange(9) >= 2) for d in cycle_documents(9)]
+    documents = [d._replace(loss_mask=torch.arange(9) >= 2) for d in cycle_documents(9, layers=0)]
     head, target, _ = fit("medusa", documents, CYCLE, steps=50)
-    assert acceptance_length(head, target, cycle_documents(8)) == 1
+    assert acceptance_length(head, target, cycle_documents(8, layers=0)) == 1
 
 
 @pytest.mark.parametrize("by", [-1, 1])
 def test_cycle_with_tokens_one_off_accepts_nothing_where_the_token_decides(by: int, monkeypatch):
-    documents = [d._replace(final=torch.zeros_like(d.final)) for d in cycle_documents(8)]
+    documents = [d._replace(final=torch.zeros_like(d.final)) for d in cycle_documents(8, layers=0)]
     monkeypatch.setattr(alignment, "input_tokens", lambda batch, step: (INPUT_TOKENS(batch, step) + by) % CYCLE)
     head, target, _ = fit("mlp", documents, CYCLE, steps=50)
     assert acceptance_length(head, target, documents) == 1
@@ -127,7 +112,7 @@ def test_cycle_with_tokens_one_off_accepts_nothing_where_the_token_decides(by: i
 
 def test_fibonacci_needs_token_and_state():
     """Every head of an MLP speculator knows the two newest tokens, Medusa's only the last but one of them."""
-    documents = fibonacci_documents()
+    documents = [d._replace(final=torch.eye(16)[d.token_ids]) for d in fibonacci_documents(8, layers=0)]
     head, target, _ = fit("mlp", documents, FIB, steps=150)
     assert acceptance_length(head, target, documents) == HEADS + 1
     head, target, _ = fit("medusa", documents, FIB)
@@ -153,16 +138,9 @@ def every_walk(heads: int) -> list[list[Document]]:
 
 def learn_chain(style: str, heads: int, loss: LossKind = "kl", **settings: object) -> LossOutput:
     target, config = law_target(MK, 8), make_config(style, vocab=3, hidden=8, heads=heads, **settings)
-    head = NETWORKS[type(config)](config)
-    if config.is_reduced:
-        head.set_draft_vocab(torch.arange(config.draft_vocab_size))
-    head.initialise(target, torch.Generator().manual_seed(0))
+    head = fresh_head(config, target, draft_vocab=torch.arange(2) if config.is_reduced else None)
     batch = pack(every_walk(heads), target, heads)
     return train(make_objective(config, loss=loss, head_decay=1.0), head, target, batch, 60, 5e-2)
-
-
-def cross_entropy(output: LossOutput, step: int = 0) -> float:
-    return share(output, f"loss_{step}") + share(output, f"entropy_{step}")
 
 
 def test_medusa_heads_converge_to_the_entropy_two_and_three_tokens_on():
@@ -199,20 +177,10 @@ def test_uniform_tokens_cannot_be_predicted(style: str, loss: LossKind):
     vocab = 6
     target, config = law_target(certain_law(vocab), 16), make_config(style, vocab=vocab)
     # a random start: a copy of this target's matrix is too sure of itself to be unlearnt in a few steps
-    head, objective = random_head(config, target), make_objective(config, loss=loss)
-    generator = torch.Generator().manual_seed(0)
-    optimizer = torch.optim.Adam(head.parameters(), lr=5e-3)
-    recent = []
-    for step in range(60):
+    head, objective = loud_head(config, target, random_norms=True), make_objective(config, loss=loss)
+
+    def draw(generator: torch.Generator, step: int) -> TrainBatch:
         walks = torch.randint(0, vocab, (24, 11), generator=generator)
-        batch = pack([[onehot_document(d[:-1], d[1:], hidden=16, layers=0) for d in walks]], target, 3)
-        batch = batch._replace(denominators=objective.count(head, batch))
-        optimizer.zero_grad()
-        output = objective(head, target, batch)
-        output.loss.backward()
-        optimizer.step()
-        if step >= 30:
-            recent.append([share(output, f"loss_{k}") for k in range(3)])
-    entropy = share(output, "entropy_0") if loss == "kl" else 0.0
-    means = torch.tensor(recent).mean(0) + entropy
-    assert (means > math.log(vocab) - 0.02).all() and (means < math.log(vocab) + 0.25).all(), means
+        return pack([[onehot_document(d[:-1], d[1:], hidden=16, layers=0) for d in walks]], target, 3)
+
+    assert_nothing_was_known(learn_uniform(objective, head, target, draw), vocab, above=0.25)

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from spectrain.heads.target_tensors import FinalNorm
+from spectrain.tests.fresh import fresh_head, loud_head
 from spectrain.tests.train.per_step import (
     STYLES,
-    fresh_head,
     make_config,
     make_objective,
     normed,
-    random_head,
     teacher_forced,
 )
 from spectrain.tests.train.toys import Document, counted, gradients, pack, random_document, random_target
@@ -34,7 +33,7 @@ def documents(generator: torch.Generator) -> list[list[Document]]:
 @pytest.mark.parametrize("style", STYLES)
 def test_training_logits_equal_the_formulas(style: str):
     config, target = make_config(style), random_target(16, 16)
-    head = random_head(config, target)
+    head = loud_head(config, target, random_norms=True)
     rows = documents(torch.Generator().manual_seed(1))
     batch = pack(rows, target, 3, seq=8)
     states = make_objective(config).unroll(head, target, batch, torch.arange(24))
@@ -55,7 +54,7 @@ def test_training_logits_equal_the_formulas(style: str):
 def test_loss_equals_the_formula_on_reference_logits(style: str, kind: LossKind):
     """Soft labels included: softmax(lm_head(norm(h_L))), the norm exactly once, at the row before the label."""
     config, target = make_config(style), random_target(16, 16)
-    head = random_head(config, target)
+    head = loud_head(config, target, random_norms=True)
     rows = documents(torch.Generator().manual_seed(1))
     objective = make_objective(config, head_decay=0.6, loss=kind, lk_eta=2.0)
     batch = counted(objective, head, pack(rows, target, 3))
@@ -96,7 +95,7 @@ def mean_loss(kind: str, pairs: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
 def test_each_row_depends_on_exactly_what_the_drafter_knows(style: str):
     """Medusa: h_t alone. MLP head i: h_t and the tokens x_{t+1}..x_{t+1+i}. All of it, and nothing of a neighbour."""
     config, target = make_config(style, vocab=32), random_target(32, 16)
-    head, lengths = random_head(config, target), [6, 5]
+    head, lengths = loud_head(config, target, random_norms=True), [6, 5]
     generator, packed, start = torch.Generator().manual_seed(0), [], 0
     for n in lengths:  # every token id appears once, so an embedding row names a position
         token_ids = torch.arange(start, start + n)
@@ -129,7 +128,7 @@ def test_each_row_depends_on_exactly_what_the_drafter_knows(style: str):
 def test_only_the_table_of_counted_rows_can_change_the_loss(style: str, kind: LossKind):
     """Mask 00111011 counts (1,0) (2,0) (5,0) (1,1): heads read rows 1, 2, 5, soft labels come from rows 2, 3, 6."""
     config, target = make_config(style), random_target(16, 16)
-    head = random_head(config, target)
+    head = loud_head(config, target, random_norms=True)
     generator = torch.Generator().manual_seed(3)
     mask = torch.tensor([c == "1" for c in "00111011"])
     document = random_document(8, 16, 16, generator, layers=0)._replace(loss_mask=mask)
@@ -157,7 +156,7 @@ def test_only_the_table_of_counted_rows_can_change_the_loss(style: str, kind: Lo
 @pytest.mark.parametrize("style", ["medusa, token map", "medusa, shared lm_head", "mlp, token map", "mlp, tied"])
 def test_gradient_does_not_depend_on_batching_padding_packing_or_ranks(style: str, kind: LossKind):
     config, target = make_config(style), random_target(16, 16)
-    head = random_head(config, target)
+    head = loud_head(config, target, random_norms=True)
     generator = torch.Generator().manual_seed(0)
     lengths = [(9, 2), (5, 0), (3, 0), (12, 8), (7, 5), (4, 4), (10, 0), (6, 1)]  # tokens, of these prompt
     texts = [random_document(n, 16, 16, generator, layers=0, prompt=p) for n, p in lengths]
@@ -193,7 +192,7 @@ def test_gradient_does_not_depend_on_batching_padding_packing_or_ranks(style: st
 @pytest.mark.parametrize("style", ["medusa", "medusa, shared lm_head and token map", "mlp", "mlp, tied"])
 def test_batch_without_supervised_rows_gives_finite_zeros_for_every_parameter(style: str, kind: LossKind):
     config, target = make_config(style), random_target(16, 16)
-    head = random_head(config, target)
+    head = loud_head(config, target, random_norms=True)
     document = random_document(6, 16, 16, torch.Generator().manual_seed(0), layers=0)
     objective = make_objective(config, loss=kind)
     empty = pack([[document._replace(loss_mask=torch.zeros(6, dtype=torch.bool))]], target, 3, seq=9)
@@ -209,7 +208,7 @@ def test_batch_without_supervised_rows_gives_finite_zeros_for_every_parameter(st
 @pytest.mark.parametrize("kind", ["ce", "kl"])
 def test_rows_the_head_cannot_draft_are_removed_and_still_count_as_misses(style: str, kind: LossKind):
     config, target = make_config(style, draft_vocab_size=4), random_target(16, 16)
-    head = random_head(config, target)
+    head = loud_head(config, target, random_norms=True)
     document = random_document(40, 16, 16, torch.Generator().manual_seed(0), layers=0)
     objective = make_objective(config, loss=kind)
     batch = counted(objective, head, pack([[document]], target, 3))
@@ -225,7 +224,7 @@ def test_rows_the_head_cannot_draft_are_removed_and_still_count_as_misses(style:
 
 def test_acceptance_metrics_equal_counts_on_reference_logits():
     config, target = make_config("mlp", vocab=2, hidden=8), random_target(2, 8)
-    head = random_head(config, target)
+    head = loud_head(config, target, random_norms=True)
     texts = [random_document(n, 2, 8, torch.Generator().manual_seed(n), layers=0) for n in (25, 11, 4)]
     output = make_objective(config)(head, target, pack([[d] for d in texts], target, 3))
     agree, accept, valid = [0] * 3, [0] * 3, [0] * 3

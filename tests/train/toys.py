@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from spectrain.heads.base import DraftHead, TargetFacts
-from spectrain.heads.eagle import EagleConfig, EagleHead
-from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head
-from spectrain.heads.peagle import PEagleConfig, PEagleHead
+from spectrain.heads.eagle import EagleConfig
+from spectrain.heads.eagle3 import Eagle3Config
+from spectrain.heads.peagle import PEagleConfig
 from spectrain.heads.target_tensors import FinalNorm, TargetTensors
 from spectrain.train.batch import TrainBatch
 from spectrain.train.objectives.base import LossOutput, Objective
@@ -75,42 +75,6 @@ def law_target(law: Tensor, hidden: int, seed: int = 0) -> TargetTensors:
     lm_head[:, : len(law)] = law.clamp(min=1e-12).log().T
     embeds = torch.randn(law.shape[1], hidden, generator=torch.Generator().manual_seed(seed))
     return TargetTensors(embeds, lm_head, None, FinalNorm("none", None, None, 0.0))
-
-
-def make_head(config: Eagle3Config, target: TargetTensors, seed: int = 0, random_norms: bool = False) -> Eagle3Head:
-    generator = torch.Generator().manual_seed(seed)
-    head = Eagle3Head(config)
-    if config.draft_vocab_size < config.vocab_size:
-        chosen = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size]
-        head.set_draft_vocab(chosen.sort().values)
-    enliven(head, target, generator, random_norms)
-    return head
-
-
-def make_eagle(config: EagleConfig, target: TargetTensors, seed: int = 0, random_norms: bool = False) -> EagleHead:
-    head = EagleHead(config)
-    enliven(head, target, torch.Generator().manual_seed(seed), random_norms)
-    return head
-
-
-def make_peagle(config: PEagleConfig, target: TargetTensors, seed: int = 0, random_norms: bool = False) -> PEagleHead:
-    head = PEagleHead(config)
-    if config.draft_vocab_size < config.vocab_size:
-        head.set_draft_vocab(torch.arange(config.vocab_size - config.draft_vocab_size, config.vocab_size))
-    enliven(head, target, torch.Generator().manual_seed(seed), random_norms)
-    return head
-
-
-def enliven(head: DraftHead, target: TargetTensors, generator: torch.Generator, random_norms: bool) -> None:
-    """Initialises a head with weights so large that every path matters."""
-    head.initialise(target, generator)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            if parameter.dim() == 1 and random_norms:
-                parameter.copy_(torch.rand(parameter.shape, generator=generator) * 2 + 0.1)
-            elif parameter.dim() == 2:
-                scale = 1.0 if len(parameter) == 1 else parameter.shape[1] ** -0.5
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
 def random_document(
