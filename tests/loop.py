@@ -24,6 +24,7 @@ SETTINGS = (
     "optimizer.lr=3e-3",
     "data.sequence_length=64",
     "data.batch_size=4",
+    "data.micro_batch_size=4",
     "stopping.epochs=2",
     "stopping.eval_every=50",
     "stopping.save_every=50",

@@ -122,6 +122,7 @@ def cycle_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "optimizer.lr=1e-2",
         "data.sequence_length=32",
         "data.batch_size=4",
+        "data.micro_batch_size=4",
         "stopping.epochs=12",
         "stopping.eval_every=500",
         "stopping.save_every=500",

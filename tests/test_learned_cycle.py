@@ -37,8 +37,8 @@ def head_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for row in range(41)
     ]
     shards = write_shards(folder / "shards", model=model, documents=documents, layers=layers)
-    changes = ("head.draft_vocab_size=null", "stopping.epochs=15", "optimizer.lr=2e-2", "stopping.eval_every=500")
-    run(shards, folder / "head", *changes, "data.batch_size=4", "stopping.save_every=500")
+    changes = ("head.draft_vocab_size=null", "stopping.epochs=30", "optimizer.lr=1e-2", "stopping.eval_every=500")
+    run(shards, folder / "head", *changes, "data.batch_size=4", "data.micro_batch_size=4", "stopping.save_every=500")
     return folder / "head"
 
 

@@ -30,6 +30,7 @@ SHORT = (
     "optimizer.warmup_steps=2",
     "data.sequence_length=64",
     "data.batch_size=4",
+    "data.micro_batch_size=4",
     "data.validation_share=0.2",
     "stopping.epochs=2",
     "stopping.eval_every=50",

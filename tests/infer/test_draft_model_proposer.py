@@ -52,7 +52,7 @@ def test_drafts_are_those_of_transformers_whatever_batch_chunks_or_preemptions(
     k, expected = 4, {}
     model = in_transformers(random_proposer(method, target, k).head, tmp_path / "head")
     texts = [prompt + output for prompt, output in zip(prompts, plain, strict=True)]
-    for changes in ({"num_blocks": 33, "max_batch_tokens": 7}, {"launch_ahead": True}):
+    for changes in ({"num_blocks": 33}, {"launch_ahead": True, "max_batch_tokens": 7}):
         proposer = random_proposer(method, target, k)
         drafts = keep_drafts(proposer)
         engine = Engine(target, proposer, dataclasses.replace(CONFIG, num_draft_tokens=k, **changes))
