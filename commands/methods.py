@@ -34,14 +34,14 @@ def methods_of(options: "Options") -> list[str]:
     doubled = next((name for name in names if names.count(name) > 1), None)
     if doubled is not None:
         raise MethodError(f"--method names {doubled!r} twice; name each method once")
-    with_head = [name for name in names if needs_head(name)]
+    with_head = [name for name in names if head_of(name)]
     if options.head is None:
         _refuse_without_head(names, with_head)
     elif not names:
-        names = [head_method(options)]
+        names = [_folder_method(options, ())]
     elif with_head:
-        own = head_method(options)
-        other = next((name for name in with_head if name.removeprefix(WITH_SUFFIX) != own), None)
+        own = _folder_method(options, [head_of(name) for name in with_head])
+        other = next((name for name in with_head if head_of(name) != own), None)
         if other is not None:
             raise MethodError(f"{options.head} is a head for {own}, found --method {other}; drop --method")
     elif names != [PLAIN]:
@@ -59,24 +59,15 @@ def methods_of(options: "Options") -> list[str]:
     return names
 
 
-def needs_head(name: str) -> bool:
-    """Whether a method drafts with a head; what is not known here is a head's name."""
-    return name not in (PLAIN, SYNTHETIC, SUFFIX, *NGRAM) and not name.startswith(CUSTOM)
+def head_of(name: str) -> str:
+    """The name of the head that a method drafts with, "" for none; what is not known here is a head's name."""
+    without = name in (PLAIN, SYNTHETIC, SUFFIX, *NGRAM) or name.startswith(CUSTOM)
+    return "" if without else name.removeprefix(WITH_SUFFIX)
 
 
 def uses_suffix(name: str) -> bool:
     """Whether a method has suffix trees."""
     return name == SUFFIX or name.startswith(WITH_SUFFIX)
-
-
-def head_method(options: "Options") -> str:
-    """The name of the method that a head folder is for."""
-    from ..heads.folder import read_record
-    from ..heads.resolve import resolve
-
-    assert options.head is not None
-    config = resolve(read_record(options.head)["config_class"], options.allow_package or ())
-    return config.proposer.split(":")[0].split(".")[-1]
 
 
 class DraftTokens(NamedTuple):
@@ -93,7 +84,7 @@ def draft_tokens(name: str, options: "Options", record: Mapping[str, Any]) -> Dr
     given = options.num_draft_tokens
     if given is not None and given < 1:
         raise MethodError(f"--num-draft-tokens must be at least 1, found {given}; use --method none for plain decoding")
-    served = record.get("serving", {}).get("num_draft_tokens") if needs_head(name) else None
+    served = record.get("serving", {}).get("num_draft_tokens") if head_of(name) else None
     own = given or served or DEFAULT_NUM_DRAFT_TOKENS
     if not uses_suffix(name):
         return DraftTokens(own, own)
@@ -160,6 +151,21 @@ def save_suffix_cache(options: "Options", target: "Target", responses: "Sequence
 
     kept = _suffix_settings(options).max_cached_requests
     save_responses(options.suffix_cache, responses[-kept:] if kept else (), tokenizer_hash(target.tokenizer))
+
+
+def _folder_method(options: "Options", asked: Sequence[str]) -> str:
+    """The name of the method that --head is for; of an ordinary model, whichever of those `asked` it can serve."""
+    from ..heads.folder import read_record
+    from ..heads.resolve import resolve
+    from .heads import is_model
+
+    head = options.head
+    assert head is not None
+    model = next((name for name in asked if is_model(head, name)), None)
+    if model is not None:
+        return model
+    config = resolve(read_record(head)["config_class"], options.allow_package or ())
+    return config.proposer.split(":")[0].split(".")[-1]
 
 
 def _refuse_without_head(names: Sequence[str], with_head: Sequence[str]) -> None:

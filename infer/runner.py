@@ -87,7 +87,7 @@ class Runner:
         self.estimator = SurvivalEstimator(self.num_draft_tokens, table.device) if adaptive else None
         self._widths = torch.tensor(self.widths, device=table.device)
         self.policy: DraftPolicy | None = None
-        self.spare_slots = max(0, proposer.requirements.lookahead - self.num_draft_tokens)
+        self.spare_slots = proposer.requirements.spare_slots(self.num_draft_tokens)
         self._law_columns: Tensor | None = None  # of the proposer's laws; made once, from the first
         self._buckets: dict[int, Slots] = {}
         self._mixed_batch, self._mixed_sizes = 0, ()  # steps with prompt rows that are recorded

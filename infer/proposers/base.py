@@ -22,9 +22,14 @@ class Requirements:
     planes: tuple[PlaneSpec, ...] = ()  # over the requests' own block tables
     next_token: bool = False  # whether row t of its planes depends on token t + 1: prefix-cache keys then include it
     lookahead: int = 0  # slots beyond the last token that `propose` writes to
+    fixed_lookahead: bool = False  # all of them for any draft, however few there is room for
     draft_laws: bool = False  # whether drafts carry the law they were drawn from
     observes: bool = True  # False: rows need not be gathered for it
     on_host: bool = False  # it reads what it is given on the host: its calls are not recorded, nor steps launched ahead
+
+    def spare_slots(self, num_draft_tokens: int) -> int:
+        """Slots that must stay free behind those of the drafts there is room for."""
+        return max(0, self.lookahead - (1 if self.fixed_lookahead else num_draft_tokens))
 
 
 class ObservedRows(NamedTuple):
