@@ -1,5 +1,7 @@
 """Engines sized for the work at hand, for the commands that decode."""
 
+from collections.abc import Callable
+
 import torch
 
 from ..infer.draft_policy import DraftPolicyName
@@ -13,7 +15,7 @@ STEP_TOKENS = 2048
 
 def build_engine(
     target: Target,
-    proposer: Proposer,
+    proposer: Proposer | Callable[[EngineConfig], Proposer],
     *,
     num_draft_tokens: int,
     batch_size: int,
@@ -26,6 +28,7 @@ def build_engine(
 ) -> Engine:
     """An engine whose cache holds a full batch of `longest` tokens each, as far as memory goes.
 
+    A proposer that depends on the engine's sizes is given as what makes it from them.
     A target serves one engine at a time, the newest.
     """
     config = EngineConfig(
@@ -41,4 +44,4 @@ def build_engine(
     )
     if target.device.type == "cuda":
         torch.cuda.empty_cache()
-    return Engine(target, proposer, config)
+    return Engine(target, proposer if isinstance(proposer, Proposer) else proposer(config), config)
