@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from .acceptance import acceptance_rates
-from .heads import is_model, load_model, warn_of_differences
-from .methods import PLAIN, DraftTokens, draft_tokens, head_of, methods_of, uses_suffix
+from .heads import load_model, warn_of_differences
+from .methods import PLAIN, DraftTokens, draft_tokens, methods_of, model_method, needs_head, uses_suffix
 from .options import (
     AcceptanceLength,
     AcceptanceRates,
@@ -108,8 +108,8 @@ Method = Annotated[
     str | None,
     typer.Option(
         help="`none` for plain decoding, `ngram`, `ngram_gpu`, `suffix`, `custom:module:Class`, `synthetic` for free "
-        "drafts, the head's own, `draft_model` or `pard` where --head is an ordinary model, or `suffix+` one of these; "
-        "several between commas are compared. Default: the head's."
+        "drafts, the head's own, or `suffix+` the head's; draft_model or pard where --head is an ordinary model. "
+        "Several between commas are compared. Default: the head's."
     ),
 ]
 NumDraftTokens = Annotated[
@@ -213,8 +213,7 @@ def run(options: Options, *, quiet: bool = False) -> "list[MethodResult]":
     )
     sets = _set_names(options.prompts)
     prompt_sets = {name: _read_prompts(path, target, options) for name, path in zip(sets, options.prompts, strict=True)}
-    of_head = next((head_of(name) for name in names if head_of(name)), None)
-    loaded = None if of_head is None else _load_head(options, of_head, target)
+    loaded = _load_head(options, target, names) if any(map(needs_head, names)) else None
     record = {} if loaded is None else loaded.record
     methods = {name: draft_tokens(name, options, record) for name in names}
     _check_lengths(prompt_sets, max(tokens.engine for tokens in methods.values()), target)
@@ -306,11 +305,12 @@ def _read_prompts(path: Path, target: "Target", options: Options) -> "list[Promp
     return load_prompts([path], target.tokenizer, raw=options.raw, all_turns=options.all_turns, limit=options.limit)
 
 
-def _load_head(options: Options, method: str, target: "Target") -> "LoadedHead":
+def _load_head(options: Options, target: "Target", names: Sequence[str]) -> "LoadedHead":
     from ..heads.folder import load_head
 
     assert options.head is not None
-    if is_model(options.head, method):
+    method = model_method(options.head, names)
+    if method is not None:
         return load_model(options.head, method, target, options.model)
     loaded = load_head(
         options.head, device=target.device, dtype=target.dtype, allowed_packages=options.allow_package or ()

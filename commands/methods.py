@@ -1,7 +1,10 @@
 """What `--method` may say: the drafting methods by name, the options each of them takes, and their proposers."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .heads import is_model
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,14 +37,14 @@ def methods_of(options: "Options") -> list[str]:
     doubled = next((name for name in names if names.count(name) > 1), None)
     if doubled is not None:
         raise MethodError(f"--method names {doubled!r} twice; name each method once")
-    with_head = [name for name in names if head_of(name)]
+    with_head = [name for name in names if needs_head(name)]
     if options.head is None:
         _refuse_without_head(names, with_head)
     elif not names:
-        names = [_folder_method(options, ())]
+        names = [head_method(options, names)]
     elif with_head:
-        own = _folder_method(options, [head_of(name) for name in with_head])
-        other = next((name for name in with_head if head_of(name) != own), None)
+        own = head_method(options, names)
+        other = next((name for name in with_head if name.removeprefix(WITH_SUFFIX) != own), None)
         if other is not None:
             raise MethodError(f"{options.head} is a head for {own}, found --method {other}; drop --method")
     elif names != [PLAIN]:
@@ -59,15 +62,33 @@ def methods_of(options: "Options") -> list[str]:
     return names
 
 
-def head_of(name: str) -> str:
-    """The name of the head that a method drafts with, "" for none; what is not known here is a head's name."""
-    without = name in (PLAIN, SYNTHETIC, SUFFIX, *NGRAM) or name.startswith(CUSTOM)
-    return "" if without else name.removeprefix(WITH_SUFFIX)
+def needs_head(name: str) -> bool:
+    """Whether a method drafts with a head; what is not known here is a head's name."""
+    return name not in (PLAIN, SYNTHETIC, SUFFIX, *NGRAM) and not name.startswith(CUSTOM)
 
 
 def uses_suffix(name: str) -> bool:
     """Whether a method has suffix trees."""
     return name == SUFFIX or name.startswith(WITH_SUFFIX)
+
+
+def model_method(folder: Path, names: Sequence[str]) -> str | None:
+    """The first of the methods for which a folder is an ordinary model to draft with; None where it is a head."""
+    own = (name.removeprefix(WITH_SUFFIX) for name in names)
+    return next((name for name in own if is_model(folder, name)), None)
+
+
+def head_method(options: "Options", names: Sequence[str]) -> str:
+    """The name of the method that a head folder is for; of an ordinary model's, what was asked for."""
+    from ..heads.folder import read_record
+    from ..heads.resolve import resolve
+
+    assert options.head is not None
+    model = model_method(options.head, names)
+    if model is not None:
+        return model
+    config = resolve(read_record(options.head)["config_class"], options.allow_package or ())
+    return config.proposer.split(":")[0].split(".")[-1]
 
 
 class DraftTokens(NamedTuple):
@@ -84,7 +105,7 @@ def draft_tokens(name: str, options: "Options", record: Mapping[str, Any]) -> Dr
     given = options.num_draft_tokens
     if given is not None and given < 1:
         raise MethodError(f"--num-draft-tokens must be at least 1, found {given}; use --method none for plain decoding")
-    served = record.get("serving", {}).get("num_draft_tokens") if head_of(name) else None
+    served = record.get("serving", {}).get("num_draft_tokens") if needs_head(name) else None
     own = given or served or DEFAULT_NUM_DRAFT_TOKENS
     if not uses_suffix(name):
         return DraftTokens(own, own)
@@ -151,21 +172,6 @@ def save_suffix_cache(options: "Options", target: "Target", responses: "Sequence
 
     kept = _suffix_settings(options).max_cached_requests
     save_responses(options.suffix_cache, responses[-kept:] if kept else (), tokenizer_hash(target.tokenizer))
-
-
-def _folder_method(options: "Options", asked: Sequence[str]) -> str:
-    """The name of the method that --head is for; of an ordinary model, whichever of those `asked` it can serve."""
-    from ..heads.folder import read_record
-    from ..heads.resolve import resolve
-    from .heads import is_model
-
-    head = options.head
-    assert head is not None
-    model = next((name for name in asked if is_model(head, name)), None)
-    if model is not None:
-        return model
-    config = resolve(read_record(head)["config_class"], options.allow_package or ())
-    return config.proposer.split(":")[0].split(".")[-1]
 
 
 def _refuse_without_head(names: Sequence[str], with_head: Sequence[str]) -> None:

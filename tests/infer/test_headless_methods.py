@@ -7,7 +7,6 @@ import torch
 
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.proposers.custom import CustomProposer
-from spectrain.infer.proposers.eagle3 import Eagle3Proposer
 from spectrain.infer.proposers.hybrid import HybridProposer
 from spectrain.infer.proposers.ngram import NgramProposer
 from spectrain.infer.proposers.ngram_gpu import NgramGpuProposer
@@ -16,7 +15,7 @@ from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.proposers.suffix import SuffixProposer, SuffixSettings
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
-from spectrain.tests.infer.test_eagle3_proposer import head_of
+from spectrain.tests.fresh import fresh_proposer
 from spectrain.tests.infer.test_launch_ahead import Replays
 from spectrain.tests.models import rand_llama, succ_llama
 
@@ -48,10 +47,10 @@ METHODS = {
         f"{__name__}:RepeatsText", dataclasses.replace(CONFIG, num_draft_tokens=k), target.vocab_size
     ),
     "suffix+eagle3": lambda target, k: HybridProposer(
-        SuffixProposer(k), Eagle3Proposer(head_of(target), target.tensors(), k), target.vocab_size
+        SuffixProposer(k), fresh_proposer("eagle3", target, k), target.vocab_size
     ),
     "suffix+eagle3, two of the head": lambda target, k: HybridProposer(
-        SuffixProposer(k), Eagle3Proposer(head_of(target), target.tensors(), min(k, 2)), target.vocab_size
+        SuffixProposer(k), fresh_proposer("eagle3", target, min(k, 2)), target.vocab_size
     ),
 }
 
@@ -201,7 +200,7 @@ def test_suffix_acceptance_grows_with_what_was_served(target) -> None:
 
 def test_a_hybrid_drafts_at_least_as_well_as_either(target) -> None:
     suffix, hybrid = (run(target, name)[0].statistics for name in ("suffix", "suffix+eagle3"))
-    engine = Engine(target, Eagle3Proposer(head_of(target), target.tensors(), K), CONFIG)
+    engine = Engine(target, fresh_proposer("eagle3", target, K), CONFIG)
     engine.generate(prompts(), GREEDY)
     assert hybrid.tokens_per_step > max(suffix.tokens_per_step, engine.statistics.tokens_per_step) - 0.1
     assert hybrid.num_drafts > suffix.num_drafts
