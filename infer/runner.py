@@ -441,6 +441,7 @@ class Runner:
             law_columns=None if law is None else self._law_columns,
             mode=self.verification.mode,
             rates=self.verification.rates,
+            fp64_gumbel=self.verification.fp64_gumbel,
         )
         if self.estimator is not None:
             self.estimator.observe(table.draft_log_odds[rows], num_drafts, verified.num_emitted)
