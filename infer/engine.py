@@ -17,7 +17,7 @@ from ..kernels.records import VerifyMode
 from .costs import StepCosts
 from .draft_policy import DraftPolicy, DraftPolicyName
 from .flight import Clock, Flight, Verified
-from .graphs import GraphCache
+from .graphs import GraphCache, RecordingError
 from .planes import BlockPool, Planes, PlaneSpec
 from .proposers.base import Proposer, Released
 from .request import Request, RequestOutput
@@ -101,6 +101,7 @@ class Engine:
         target.capture(requirements.layer_ids)
         on_gpu = target.device.type == "cuda"
         self.not_fused: str | None = None  # why the target runs its own code, where it could be fused
+        self.not_recorded: str | None = None  # why steps run call by call, where they could be CUDA graphs
         if on_gpu and not config.eager:
             self.not_fused = target.fuse()
         else:
@@ -138,10 +139,19 @@ class Engine:
         self.statistics = EngineStatistics()
         self._next_id = 0
         with torch.inference_mode():
-            self.runner.capture(config.max_batch_size)
+            self._record()
             if adaptive:
                 found = costs or self.runner.measure(config.max_batch_size)
                 self.runner.policy = DraftPolicy(self.runner.widths, found, corrects_costs=costs is None)
+
+    def _record(self) -> None:
+        """Records steps as CUDA graphs where they are used; what cannot be recorded runs call by call instead."""
+        try:
+            self.runner.capture(self.config.max_batch_size)
+        except RecordingError as error:
+            self.not_recorded = str(error)
+            self.runner.run_plainly()
+            self._ahead = False
 
     def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
         """Queues a prompt and returns its request id; raises EngineError if it can never run."""

@@ -129,6 +129,11 @@ class Runner:
                 self._run_decode(slots, batch * width, NEUTRAL, self.graphs, [])
         self._capture_mixed(_bucket(max_batch_size))
 
+    def run_plainly(self) -> None:
+        """Records nothing any more and forgets what was: every step runs call by call."""
+        self.graphs = None
+        self._mixed_batch, self._mixed_sizes = 0, ()
+
     def _capture_mixed(self, batch: int) -> None:
         """Steps with prompt rows are recorded for `batch` requests, unless their logits would take much memory."""
         if batch * (self.num_draft_tokens + 1) * self.target.vocab_size * 4 > RECORDED_LOGITS_BYTES:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.graphs import RecordingError
 from spectrain.infer.proposers.eagle3 import Eagle3Proposer
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.request import FinishReason
@@ -112,6 +113,29 @@ def test_padding_to_a_bucket_changes_nothing(target, temperature, k):
     assert {key[1] for key in replays.keys if key[0] == "target"} >= {"mixed", 8, 4}
     assert replays.keys <= captured, "a step would have been recorded in the middle of a run"
     assert int(engine.table.num_known[engine.table.nobody]) == 1, "padding appended tokens to nobody's row"
+
+
+class Unrecordable(Replays):
+    """As for a target that reads something on the host: one stage plays along, the other does not."""
+
+    def run(self, key, function, *arguments):
+        if key[0] == "verify":
+            raise RecordingError("its verify stage cannot be recorded as a CUDA graph: it waits for the device")
+        return super().run(key, function, *arguments)
+
+
+def test_what_cannot_be_recorded_runs_call_by_call_and_says_so(target):
+    expected = engine_of(target, 4).generate(texts(14), settings(14, 0.0))
+    engine = engine_of(target, 4, launch_ahead=True, max_batch_size=7)
+    assert engine.not_recorded is None
+    engine.runner.graphs = Unrecordable()
+    with torch.inference_mode():
+        engine._record()
+    assert engine.not_recorded is not None and "waits for the device" in engine.not_recorded
+    assert engine.runner.graphs is None
+    outputs = engine.generate(texts(14), settings(14, 0.0))
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert engine._flight is None
 
 
 @pytest.mark.parametrize("max_length", [5, 6, 7, 8, 9, 10])
