@@ -122,6 +122,9 @@ class Runner:
         """Captures the graphs of every bucket up to `max_batch_size`, on rows that belong to nobody."""
         if self.graphs is None:
             return
+        if self.proposer.requirements.draft_laws:
+            # the first step verifies without the laws that it brings, and what is recorded must have run before
+            self._run_decode(self._nobody(_bucket(max_batch_size), 1), _bucket(max_batch_size), NEUTRAL, None, [])
         for batch in sorted({_bucket(n) for n in range(1, max_batch_size + 1)}, reverse=True):
             slots = self._nobody(batch, 1)
             for width in sorted(set(self.widths)):

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from spectrain.infer import runner
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.graphs import RecordingError
 from spectrain.infer.proposers.eagle3 import Eagle3Proposer
@@ -113,6 +114,41 @@ def test_padding_to_a_bucket_changes_nothing(target, temperature, k):
     assert {key[1] for key in replays.keys if key[0] == "target"} >= {"mixed", 8, 4}
     assert replays.keys <= captured, "a step would have been recorded in the middle of a run"
     assert int(engine.table.num_known[engine.table.nobody]) == 1, "padding appended tokens to nobody's row"
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "probabilistic"])
+def test_what_is_recorded_ran_in_the_same_way_before(target, sampling, monkeypatch):
+    """A kernel that is compiled while a graph is recorded ends the recording."""
+    plainly: set[tuple] = set()
+    recorded: set[tuple] = set()
+    seen = plainly
+
+    class Watched(Replays):
+        def run(self, key, function, *arguments):
+            nonlocal seen
+            seen = recorded
+            try:
+                return super().run(key, function, *arguments)
+            finally:
+                seen = plainly
+
+    verify = runner.verify_drafts
+
+    def watched(logits, drafts, *arguments, draft_log_probs, law_columns, **more):
+        kind = draft_log_probs is None, law_columns is None, tuple(drafts.shape), logits.shape[0]
+        assert seen is plainly or kind in plainly, f"recorded before it ran: {kind}"
+        seen.add(kind)
+        return verify(logits, drafts, *arguments, draft_log_probs=draft_log_probs, law_columns=law_columns, **more)
+
+    monkeypatch.setattr(runner, "verify_drafts", watched)
+    engine = engine_of(target, 4, sampling, max_batch_size=7)
+    engine.runner.graphs = Watched()
+    table = engine.table
+    # a CPU drafts nothing where nobody has room, a GPU all the same
+    table.limits[table.nobody] = table.capacities[table.nobody] = table.max_length
+    with torch.inference_mode():
+        engine.runner.capture(7)
+    assert recorded and (sampling == "greedy") == any(kind[0] for kind in recorded)
 
 
 class Unrecordable(Replays):
