@@ -191,6 +191,39 @@ def test_drafts_never_run_past_learned_positions():
         assert output.token_ids == plain.token_ids
 
 
+class Reaching(NoisyOracle):
+    """Writes further than it drafts: `propose` needs slots of the request's own up to its look-ahead."""
+
+    lookahead = 9
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.requirements = dataclasses.replace(self.requirements, lookahead=self.lookahead)
+        self.whole = 0
+
+    def propose(self, step):
+        drafts = super().propose(step)
+        for known, room, blocks in zip(step.seq_lens.tolist(), step.room.tolist(), step.block_tables, strict=True):
+            if room == self.k:
+                last = known - 1 + self.lookahead
+                assert bool((blocks[: last // CONFIG.block_size + 1] > 0).all()), "slots of nobody would be written"
+                self.whole += 1
+        return drafts
+
+
+@pytest.mark.parametrize("launch_ahead", [False, True])
+@pytest.mark.parametrize("num_blocks", [200, 50])
+def test_a_proposer_that_looks_ahead_has_slots_of_its_own(target, plain, num_blocks, launch_ahead):
+    proposer = Reaching([p + o for p, o in zip(prompts(7), plain, strict=True)], 4, 0.3, target.vocab_size)
+    proposer.requirements = dataclasses.replace(proposer.requirements, on_host=False)
+    engine, outputs = run(
+        target, proposer, prompts(7), num_draft_tokens=4, num_blocks=num_blocks, launch_ahead=launch_ahead
+    )
+    assert [o.token_ids for o in outputs] == plain
+    if num_blocks == 200:
+        assert proposer.whole > 0.8 * engine.statistics.num_drafts, "drafts were cut for want of slots"
+
+
 def test_invalid_draft_ids_are_never_embedded(target, plain):
     prompt = prompts(7)[0]
     for bad in ([-1, 5, 5], [5, target.vocab_size, 5], [10**9], [-7]):
