@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -106,11 +106,11 @@ class SamplingParams:
 
 
 def _within(value: object, low: float, high: float) -> bool:
-    return isinstance(value, Real) and low <= value <= high
+    return isinstance(value, Real) and low <= cast(float, value) <= high
 
 
 def _whole(value: object, low: int, beyond: float = math.inf) -> bool:
-    return isinstance(value, Integral) and low <= value < beyond
+    return isinstance(value, Integral) and low <= cast(int, value) < beyond
 
 
 def _ids(values: Iterable[object]) -> bool:
