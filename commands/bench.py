@@ -151,6 +151,8 @@ def verify(
     from .benchmarks import verify as benchmark
     from .benchmarks.record import numbers
 
+    if rejection_batch < 0:
+        raise OutputError(f"--rejection-batch must be 0 or more, found {rejection_batch}")
     survival_of_length(acceptance_length, num_draft_tokens)  # refuses what does not fit before anything runs
     sizes = sorted(numbers(batch_sizes, "--batch-sizes"))
     source = _source(model, shape, device, dtype)

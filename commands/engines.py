@@ -1,5 +1,6 @@
 """Engines sized for the work at hand, for the commands that decode."""
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,9 @@ from ..infer.target import Target
 from ..kernels.records import VerifyMode
 
 STEP_TOKENS = 2048
+
+_said: set[str] = set()
+"""Why engines run slower than they could; a command builds several, and says each reason once."""
 
 
 def build_engine(
@@ -44,4 +48,9 @@ def build_engine(
     )
     if target.device.type == "cuda":
         torch.cuda.empty_cache()
-    return Engine(target, proposer if isinstance(proposer, Proposer) else proposer(config), config)
+    engine = Engine(target, proposer if isinstance(proposer, Proposer) else proposer(config), config)
+    for reason in (engine.not_fused, engine.not_recorded):
+        if reason is not None and reason not in _said:
+            _said.add(reason)
+            print(f"spectrain: warning: {target.name} runs slower than it could: {reason}", file=sys.stderr)
+    return engine

@@ -9,6 +9,10 @@ GraphKey = tuple[str | int, ...]
 """The stage of a step, and what its shapes depend on."""
 
 
+class RecordingError(RuntimeError):
+    """A call cannot be recorded: it waits for the device, or memory ran out; the message says which call and why."""
+
+
 class GraphCache:
     """Recorded calls by key. A call's tensors arrive in buffers that never move; its results stay in place too.
 
@@ -23,7 +27,7 @@ class GraphCache:
         self._recorded: dict[GraphKey, tuple[torch.cuda.CUDAGraph, Any]] = {}
 
     def run(self, key: GraphKey, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Replays the call, after recording it when the key is new.
+        """Replays the call, after recording it when the key is new; raises RecordingError where it cannot be recorded.
 
         Recording runs nothing, so what the function compiles lazily must have been compiled by an earlier plain call.
         """
@@ -41,6 +45,12 @@ class GraphCache:
         graph = torch.cuda.CUDAGraph()
         pool = self._pools.setdefault(key[0], torch.cuda.graph_pool_handle())
         torch.cuda.synchronize(self.device)
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            results = function(*arguments)
+        stream = torch.cuda.current_stream(self.device)
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                results = function(*arguments)
+        except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # a recording that fails leaves its own behind
+            first_line = next(iter(str(error.__context__ or error).splitlines()), type(error).__name__)
+            raise RecordingError(f"its {key[0]} stage cannot be recorded as a CUDA graph: {first_line}") from error
         self._recorded[key] = (graph, results)

@@ -125,12 +125,20 @@ class Runner:
         """Captures the graphs of every bucket up to `max_batch_size`, on rows that belong to nobody."""
         if self.graphs is None:
             return
+        if self.proposer.requirements.draft_laws:
+            # the first step verifies without the laws that it brings, and what is recorded must have run before
+            self._run_decode(self._nobody(_bucket(max_batch_size), 1), _bucket(max_batch_size), NEUTRAL, None, [])
         for batch in sorted({_bucket(n) for n in range(1, max_batch_size + 1)}, reverse=True):
             slots = self._nobody(batch, 1)
             for width in sorted(set(self.widths)):
                 self._run_decode(slots, batch * width, NEUTRAL, None, [])
                 self._run_decode(slots, batch * width, NEUTRAL, self.graphs, [])
         self._capture_mixed(_bucket(max_batch_size))
+
+    def run_plainly(self) -> None:
+        """Records nothing any more and forgets what was: every step runs call by call."""
+        self.graphs = None
+        self._mixed_batch, self._mixed_sizes = 0, ()
 
     def _capture_mixed(self, batch: int) -> None:
         """Steps with prompt rows are recorded for `batch` requests, unless their logits would take much memory."""
@@ -451,6 +459,7 @@ class Runner:
             law_columns=None if law is None else self._law_columns,
             mode=self.verification.mode,
             rates=self.verification.rates,
+            fp64_gumbel=self.verification.fp64_gumbel,
         )
         if self.estimator is not None:
             self.estimator.observe(table.draft_log_odds[rows], num_drafts, verified.num_emitted)

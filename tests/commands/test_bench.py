@@ -231,6 +231,7 @@ def test_a_row_needs_a_check_that_passed() -> None:
         (("decode", "--shape", "tiny", "--batch-sizes", "1,x"), "--batch-sizes takes whole numbers"),
         (("decode", "--shape", "tiny", "--batch-sizes", "0"), "at least 1"),
         (("decode", "--shape", "tiny", "--steps", "0"), "--steps must be at least 1"),
+        (("verify", "--shape", "tiny", "--rejection-batch", "-1"), "--rejection-batch must be 0 or more"),
         (("attention", "--loads", "1x2"), "BATCHxCONTEXTxROWS"),
         (("attention", "--loads", "1x2x3"), "at most as many rows"),
         (("attention", "--heads", "5,2,16"), "key heads that divide"),

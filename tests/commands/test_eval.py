@@ -282,6 +282,8 @@ def test_bad_prompt_files(content: bytes, expected: str, model, tmp_path, capsys
         (["--limit", "0"], "--limit must be at least 1"),
         (["--limit", "-3"], "--limit must be at least 1"),
         (["--num-blocks", "0"], "--num-blocks must be at least 1"),
+        (["--num-blocks", "1"], "num_blocks must be"),
+        (["--num-blocks", "1000000000000"], "lower --num-blocks"),
         (["--num-draft-tokens", "0"], "--num-draft-tokens"),
         (["--max-length", "100000"], "--max-length"),
         (["--device", "toaster"], "--device"),
