@@ -38,10 +38,10 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 test: $(INSTALLED)
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -q
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadscope -q
 
 test-all: $(INSTALLED)
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -q -m "not gpu"
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadscope -q -m "not gpu"
 
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m gpu

@@ -1,6 +1,7 @@
 """Engines sized for the work at hand, for the commands that decode."""
 
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -18,7 +19,7 @@ _said: set[str] = set()
 
 def build_engine(
     target: Target,
-    proposer: Proposer,
+    proposer: Proposer | Callable[[EngineConfig], Proposer],
     *,
     num_draft_tokens: int,
     batch_size: int,
@@ -31,6 +32,7 @@ def build_engine(
 ) -> Engine:
     """An engine whose cache holds a full batch of `longest` tokens each, as far as memory goes.
 
+    A proposer that depends on the engine's sizes is given as what makes it from them.
     A target serves one engine at a time, the newest.
     """
     config = EngineConfig(
@@ -46,7 +48,7 @@ def build_engine(
     )
     if target.device.type == "cuda":
         torch.cuda.empty_cache()
-    engine = Engine(target, proposer, config)
+    engine = Engine(target, proposer if isinstance(proposer, Proposer) else proposer(config), config)
     for reason in (engine.not_fused, engine.not_recorded):
         if reason is not None and reason not in _said:
             _said.add(reason)

@@ -20,7 +20,14 @@ class FitInputError(ValueError):
 def fit(
     recipe: Annotated[str, typer.Option(help="Name of a recipe, or the path of a YAML file.")] = "eagle3",
     shards: Annotated[list[Path] | None, typer.Option(help="Shard folders written by extract.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub id of the model a head starts from, for recipes that start from one."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the head; the run is kept in its run/.")] = None,
+    start_from: Annotated[
+        Path | None, typer.Option(help="Head folder to go on from: its weights and its draft vocabulary.")
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, such as optimizer.lr=2e-4.")
     ] = None,
@@ -53,11 +60,13 @@ def fit(
         recipe=resolved,
         shards=tuple(shards),
         out=out,
+        start_from=start_from,
         resume=resume,
         overwrite=overwrite,
         device=device,
         dtype=dtype,
         allowed_packages=tuple(allow_package or ()),
+        model=model,
         command=tuple(["spectrain", *sys.argv[1:]]),
     )
     with Screen() as screen:

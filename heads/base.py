@@ -17,12 +17,15 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from .target_tensors import TargetTensors
+
+if TYPE_CHECKING:
+    from .model_folder import ModelFolder
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`attend(layer, q, k, v) -> out`: q [..., heads, head_dim], k and v [..., kv_heads, head_dim], RoPE already applied;
@@ -86,6 +89,8 @@ class HeadConfig(ABC):
     proposer: ClassVar[str]
     requires_final_state: ClassVar[bool]
     """Whether training needs id L beside `layer_ids` (for soft labels or as the head's own input)."""
+    requires_model: ClassVar[bool] = False
+    """Whether a fresh head starts from layers of a model, which `fit --model` then names."""
 
     target: TargetFacts
     layer_ids: tuple[int, ...]
@@ -116,6 +121,11 @@ class HeadConfig(ABC):
     def derive(cls, target: TargetFacts, settings: Mapping[str, Any]) -> Self:
         """The config for a target: `settings` (a recipe's `head` section) win over what the target implies."""
 
+    @classmethod
+    def derive_from(cls, target: TargetFacts, settings: Mapping[str, Any], model: "ModelFolder") -> Self:
+        """As `derive`, for a head that starts from `model`: the target's own folder, or a smaller model's."""
+        return cls.derive(target, settings)
+
     @abstractmethod
     def serving_config(self) -> dict[str, Any]:
         """The `config.json` other engines read."""
@@ -128,7 +138,9 @@ class HeadConfig(ABC):
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         _check_fields(cls, values)
         _check_fields(TargetFacts, values["target"])
-        return cls(**{**values, "target": TargetFacts(**values["target"]), "layer_ids": tuple(values["layer_ids"])})
+        # JSON knows no tuples
+        plain = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        return cls(**{**plain, "target": TargetFacts(**values["target"])})
 
 
 def _check_fields(cls: type, values: Mapping[str, Any]) -> None:
@@ -165,13 +177,16 @@ class DraftHead(nn.Module, ABC):
     def initialise(self, target: TargetTensors, generator: torch.Generator) -> None:
         """Fills every parameter for training from scratch; the same generator gives the same weights."""
 
-    @abstractmethod
     def embed(self, token_ids: Tensor, target: TargetTensors) -> Tensor:
-        """Token embeddings [..., hidden] of target ids [...]."""
+        """Token embeddings [..., hidden] of target ids [...]; the target's own unless a head has others."""
+        return nn.functional.embedding(token_ids, target.embed_tokens)
 
-    @abstractmethod
-    def combine(self, aux_states: Tensor) -> Tensor:
-        """Aux states [..., num_layer_ids, target_hidden] to the first step's states [..., hidden]."""
+    def combine(self, aux_states: Tensor, target: TargetTensors) -> Tensor:
+        """Aux states [..., num_layer_ids, target_hidden] to the first step's states [..., hidden].
+
+        Raises HeadError where the head is conditioned on none.
+        """
+        raise HeadError(f"{type(self).__name__} is conditioned on no aux states; do not combine any")
 
     @abstractmethod
     def output_weight(self, target: TargetTensors) -> Tensor:
@@ -185,6 +200,10 @@ class DraftHead(nn.Module, ABC):
         """Stores the target ids [draft_vocab] int64, ascending, that can be drafted; before `initialise`."""
         raise HeadError(f"{type(self).__name__} drafts over the whole vocabulary; set head.draft_vocab_size to null")
 
+    def start_from(self, model: "ModelFolder") -> None:
+        """Fills the parameters that come from a model; after `initialise`, for heads whose config requires one."""
+        raise HeadError(f"{type(self).__name__} starts from no model; leave --model out")
+
     def logits(self, logits_states: Tensor, target: TargetTensors) -> Tensor:
         """Draft logits [..., draft_vocab] float32."""
         return nn.functional.linear(logits_states, self.output_weight(target).to(logits_states.dtype)).float()
@@ -194,6 +213,29 @@ class DraftHead(nn.Module, ABC):
         empty = [name for name, p in self.named_parameters() if not torch.isfinite(p).all()]
         if empty:
             raise HeadError(f"every parameter must be finite, found NaN or infinity in {', '.join(empty)}")
+
+
+def check_draft_vocab(token_ids: Tensor, config: HeadConfig) -> None:
+    """Raises HeadError unless these are the config's number of target ids, ascending."""
+    expected = config.draft_vocab_size
+    if len(token_ids) != expected or not (token_ids.diff() > 0).all() or token_ids[-1] >= config.vocab_size:
+        raise HeadError(f"a draft vocabulary is {expected} ascending target ids, found {len(token_ids)}")
+
+
+def check_mask_token(token_id: int | None, vocab_size: int) -> None:
+    """Raises HeadError unless a mask token is one of the target's rows; None is one that `fit` has yet to choose."""
+    if token_id is not None and not 0 <= token_id < vocab_size:
+        raise HeadError(
+            f"head.mask_token_id must be one of the target's {vocab_size} rows, found {token_id}; choose one that no "
+            f"text uses, or null"
+        )
+
+
+def chosen_mask_token(token_id: int | None) -> int:
+    """The mask token of a network; raises HeadError where none was chosen."""
+    if token_id is None:
+        raise HeadError("the head needs a mask token, found none; set head.mask_token_id to an id that no text uses")
+    return token_id
 
 
 def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:

@@ -11,13 +11,22 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from .base import Attend, DraftHead, DraftOutput, DraftRows, HeadConfig, HeadError, TargetFacts, default_aux_layer_ids
-from .layers import Attention, Linear, RMSNorm, RotaryEmbedding, SwiGLU, initialise_, nan_parameter
+from .base import (
+    Attend,
+    DraftOutput,
+    DraftRows,
+    HeadError,
+    TargetFacts,
+    check_draft_vocab,
+    default_aux_layer_ids,
+)
+from .decoder import DecoderConfig, DecoderHead, DecoderLayer, LayerParts
+from .layers import Linear, RMSNorm, RotaryEmbedding, initialise_, nan_parameter
 from .target_tensors import TargetTensors
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config(HeadConfig):
+class Eagle3Config(DecoderConfig):
     """Shape and alignment flags of an EAGLE-3 head."""
 
     network = "spectrain.heads.eagle3:Eagle3Head"
@@ -25,15 +34,6 @@ class Eagle3Config(HeadConfig):
     proposer = "spectrain.infer.proposers.eagle3:Eagle3Proposer"
     requires_final_state = True
 
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    rope_parameters: dict[str, Any]
     layer_style: Literal["llama", "qwen3"]  # qwen3: q and k are normed per head
     norm_before_residual: bool
     norm_before_fc: bool
@@ -42,60 +42,32 @@ class Eagle3Config(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hidden_size != self.target.hidden_size:
-            raise HeadError(
-                f"the head shares the target's embeddings, so head.hidden_size must be {self.target.hidden_size}, "
-                f"found {self.hidden_size}"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise HeadError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
+        if not self.layer_ids:
+            raise HeadError("the head needs at least one aux layer, found none; set head.layer_ids")
 
     @classmethod
     def derive(cls, target: TargetFacts, settings: Mapping[str, Any]) -> Self:
-        wanted = {key: value for key, value in settings.items() if value is not None}
-        implied: dict[str, Any] = {
-            "layer_ids": None,
-            "vocab_size": target.vocab_size,
-            "draft_vocab_size": target.vocab_size,
-            "hidden_size": target.hidden_size,
-            "intermediate_size": target.intermediate_size,
-            "num_layers": 1,
-            "num_heads": target.num_heads,
-            "num_kv_heads": target.num_kv_heads,
-            "head_dim": target.head_dim,
-            "rms_norm_eps": target.rms_norm_eps,
-            "max_position_embeddings": target.max_position_embeddings,
-            "rope_parameters": target.rope_parameters,
+        if settings.get("layer_ids") is None:
+            settings = {**settings, "layer_ids": default_aux_layer_ids(target.num_layers)}
+        return super().derive(target, settings)
+
+    @classmethod
+    def implied(cls, target: TargetFacts) -> dict[str, Any]:
+        return {
+            **super().implied(target),
             "layer_style": "llama",
             "norm_before_residual": False,
             "norm_before_fc": False,
             "fc_norm": False,
             "norm_output": False,
         }
-        values = implied | wanted
-        values["layer_ids"] = tuple(values["layer_ids"] or default_aux_layer_ids(target.num_layers))
-        values["draft_vocab_size"] = min(values["draft_vocab_size"], target.vocab_size)
-        return cls(target=target, **values)
 
     def serving_config(self) -> dict[str, Any]:
         qwen3 = self.layer_style == "qwen3"
         return {
             "architectures": ["Eagle3Qwen3ForCausalLM" if qwen3 else "LlamaForCausalLMEagle3"],
             "model_type": "qwen3" if qwen3 else "llama",
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": self.rms_norm_eps,
-            "max_position_embeddings": self.max_position_embeddings,
-            "rope_parameters": self.rope_parameters,
-            "rope_theta": self.rope_parameters.get("rope_theta"),
-            "attention_bias": False,
-            "tie_word_embeddings": False,
-            "vocab_size": self.vocab_size,
+            **super().serving_config(),
             "draft_vocab_size": self.draft_vocab_size,
             "target_hidden_size": self.target.hidden_size,
             "num_aux_hidden_states": len(self.layer_ids),
@@ -112,38 +84,19 @@ class Eagle3Config(HeadConfig):
         }
 
 
-class Eagle3Layer(nn.Module):
-    """A decoder layer; the first one takes the token embedding beside the state."""
+class FirstLayer(LayerParts):
+    """The layer that attends with the normed token embedding beside the normed state; its input is both, in a line."""
 
-    def __init__(self, config: Eagle3Config, layer: int) -> None:
-        super().__init__()
+    def __init__(self, config: Eagle3Config) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.first = layer == 0
+        super().__init__(config, 0, 2 * hidden, qk_norm=config.layer_style == "qwen3")
         self.norm_before_residual = config.norm_before_residual
-        if self.first:
-            self.hidden_norm = RMSNorm(hidden, eps)
-        self.input_layernorm = RMSNorm(hidden, eps)
-        self.self_attn = Attention(
-            layer,
-            2 * hidden if self.first else hidden,
-            hidden,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            eps if config.layer_style == "qwen3" else None,
-        )
-        self.post_attention_layernorm = RMSNorm(hidden, eps)
-        self.mlp = SwiGLU(hidden, config.intermediate_size)
+        self.hidden_norm, self.input_layernorm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
 
     def forward(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        if self.first:
-            normed = self.hidden_norm(states)
-            residual = normed if self.norm_before_residual else states
-            x = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
-        else:
-            residual, x = states, self.input_layernorm(states)
-        states = residual + self.self_attn(x, cos, sin, attend)
-        return states + self.mlp(self.post_attention_layernorm(states))
+        normed = self.hidden_norm(states)
+        x = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+        return self.mix(normed if self.norm_before_residual else states, x, cos, sin, attend)
 
 
 class OutputHead(nn.Module):
@@ -154,7 +107,7 @@ class OutputHead(nn.Module):
         self.weight = nan_parameter(draft_vocab, hidden)
 
 
-class Eagle3Head(DraftHead):
+class Eagle3Head(DecoderHead):
     """The EAGLE-3 network; tensor names are those of the checkpoint."""
 
     config: Eagle3Config
@@ -172,7 +125,9 @@ class Eagle3Head(DraftHead):
                 RMSNorm(config.target.hidden_size, config.rms_norm_eps) for _ in config.layer_ids
             )
         self.fc = Linear(wide, hidden)
-        self.layers = nn.ModuleList(Eagle3Layer(config, i) for i in range(config.num_layers))
+        qk_norm = config.layer_style == "qwen3"
+        further = [DecoderLayer(config, i, qk_norm=qk_norm) for i in range(1, config.num_layers)]
+        self.layers = nn.ModuleList([FirstLayer(config), *further])
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.lm_head = OutputHead(config.draft_vocab_size, hidden)
         self.rotary = RotaryEmbedding(config.head_dim, config.rope_parameters, config.max_position_embeddings)
@@ -184,16 +139,14 @@ class Eagle3Head(DraftHead):
     def forward(self, rows: DraftRows, attend: Attend) -> DraftOutput:
         """One step over rows of any leading shape."""
         cos, sin = self.rotary(rows.positions)
-        states = rows.states
-        for layer in self.layers:
-            states = layer(rows.token_embeds, states, cos, sin, attend)
+        first, *further = self.layers
+        states = first(rows.token_embeds, rows.states, cos, sin, attend)
+        for layer in further:
+            states = layer(states, cos, sin, attend)
         normed = self.norm(states)
         return DraftOutput(normed, normed if self.config.norm_output else states)
 
-    def embed(self, token_ids: Tensor, target: TargetTensors) -> Tensor:
-        return nn.functional.embedding(token_ids, target.embed_tokens)
-
-    def combine(self, aux_states: Tensor) -> Tensor:
+    def combine(self, aux_states: Tensor, target: TargetTensors) -> Tensor:
         if self.config.fc_norm:
             aux_states = torch.stack([norm(aux_states[..., i, :]) for i, norm in enumerate(self.fc_norm)], dim=-2)
         flat = aux_states.flatten(-2)
@@ -225,9 +178,7 @@ class Eagle3Head(DraftHead):
 
     def set_draft_vocab(self, token_ids: Tensor) -> None:
         """Stores the target ids [draft_vocab] int64 that can be drafted, ascending, as `d2t` offsets and `t2d`."""
-        expected = self.config.draft_vocab_size
-        if len(token_ids) != expected or not (token_ids.diff() > 0).all() or token_ids[-1] >= self.config.vocab_size:
-            raise HeadError(f"a draft vocabulary is {expected} ascending target ids, found {len(token_ids)}")
+        check_draft_vocab(token_ids, self.config)
         self.d2t.copy_(token_ids - torch.arange(len(token_ids)))
         self.t2d.zero_()
         self.t2d[token_ids] = True

@@ -18,11 +18,13 @@ def nan_parameter(*shape: int) -> nn.Parameter:
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` without bias that starts as NaN instead of random."""
+    """`nn.Linear`, by default without bias, that starts as NaN instead of random."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False, device="meta")
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias, device="meta")
         self.weight = nan_parameter(out_features, in_features)
+        if bias:
+            self.bias = nan_parameter(out_features)
 
 
 class RMSNorm(nn.Module):
@@ -79,7 +81,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention projections around the caller's `attend`; q and k may be normed per head."""
+    """Grouped-query attention projections around the caller's `attend`; q and k may be normed per head.
+
+    `qkv_bias` gives the three input projections a bias.
+    """
 
     def __init__(
         self,
@@ -90,12 +95,13 @@ class Attention(nn.Module):
         kv_heads: int,
         head_dim: int,
         qk_norm_eps: float | None,
+        qkv_bias: bool = False,
     ) -> None:
         super().__init__()
         self.layer, self.heads, self.kv_heads, self.head_dim = layer, heads, kv_heads, head_dim
-        self.q_proj = Linear(input_size, heads * head_dim)
-        self.k_proj = Linear(input_size, kv_heads * head_dim)
-        self.v_proj = Linear(input_size, kv_heads * head_dim)
+        self.q_proj = Linear(input_size, heads * head_dim, qkv_bias)
+        self.k_proj = Linear(input_size, kv_heads * head_dim, qkv_bias)
+        self.v_proj = Linear(input_size, kv_heads * head_dim, qkv_bias)
         self.o_proj = Linear(heads * head_dim, hidden)
         if qk_norm_eps is not None:
             self.q_norm = RMSNorm(head_dim, qk_norm_eps)
@@ -104,12 +110,17 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         if self.has_qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
+            q = self.q_norm(q)
+        out = attend(self.layer, rotate(q, cos, sin), *self.keys_values(x, cos, sin))
         return self.o_proj(out.flatten(-2))
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys, RoPE applied, and values [..., kv_heads, head_dim] of x [..., input_size]."""
+        k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        if self.has_qk_norm:
+            k = self.k_norm(k)
+        return rotate(k, cos, sin), self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
 
 
 class SwiGLU(nn.Module):
@@ -127,10 +138,12 @@ class SwiGLU(nn.Module):
 
 @torch.no_grad()
 def initialise_(module: nn.Module, generator: torch.Generator) -> None:
-    """Fills linear weights with N(0, 1/fan_in) clipped to the usual 0.02 and norm weights with one."""
+    """Fills linear weights with N(0, 1/fan_in) clipped to the usual 0.02, biases with zero, norm weights with one."""
     for part in module.modules():
         if isinstance(part, Linear):
             std = min(0.02, part.in_features**-0.5)
             part.weight.copy_(torch.randn(part.weight.shape, generator=generator) * std)
+            if part.bias is not None:
+                part.bias.zero_()
         elif isinstance(part, RMSNorm):
             part.weight.fill_(1.0)

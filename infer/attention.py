@@ -122,13 +122,14 @@ def store_and_attend(
     chunk: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """Writes this step's k and v [num_tokens, kv_heads, width] to their slots, then attends with q over the plane.
 
     q [num_tokens, heads, width_k]; returns [num_tokens, heads, width_v] in q's dtype.
     """
     dispatch.store_kv(k, v, plane.k, plane.v, batch.slot_mapping)
-    return attend(plane, batch, q, scale=scale, window=window, chunk=chunk, softcap=softcap, sinks=sinks)
+    return attend(plane, batch, q, scale=scale, window=window, chunk=chunk, softcap=softcap, sinks=sinks, causal=causal)
 
 
 def attend(
@@ -141,6 +142,7 @@ def attend(
     chunk: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """Attends with q [num_tokens, heads, width_k] over a plane that holds this step's rows already.
 
@@ -162,16 +164,27 @@ def attend(
         chunk=chunk,
         softcap=softcap,
         sinks=sinks,
+        causal=causal,
     )
 
 
 class PagedAttend:
-    """`heads.base.Attend` over paged planes: layer i of a draft head keeps its keys in the plane `names[i]`."""
+    """`heads.base.Attend` over paged planes: layer i of a draft head keeps its keys in the plane `names[i]`.
 
-    def __init__(self, planes: Planes, names: Sequence[str], batch: PackedBatch) -> None:
+    Without `causal` a request's rows of this step see each other whatever their order.
+    """
+
+    def __init__(
+        self, planes: Planes, names: Sequence[str], batch: PackedBatch, *, window: int = 0, causal: bool = True
+    ) -> None:
         self._planes = [planes[name] for name in names]
-        self._batch = batch
+        self._batch, self._window, self._causal = batch, window, causal
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [num_tokens, heads, head_dim], k and v [num_tokens, kv_heads, head_dim]; returns the shape of q."""
-        return store_and_attend(self._planes[layer], self._batch, q, k, v, scale=q.shape[-1] ** -0.5)
+        return store_and_attend(
+            *(self._planes[layer], self._batch, q, k, v),
+            scale=q.shape[-1] ** -0.5,
+            window=self._window,
+            causal=self._causal,
+        )

@@ -115,11 +115,16 @@ class Engine:
         target.bind(planes)
         self.scheduler = Scheduler(self.pool, config.max_batch_tokens, config.max_batch_size)
         self.table = RequestTable(
-            config.max_batch_size, self.max_length, config.num_draft_tokens, config.block_size, target.device
+            config.max_batch_size,
+            self.max_length,
+            config.num_draft_tokens,
+            config.block_size,
+            target.device,
+            requirements.spare_slots(config.num_draft_tokens),
         )
         proposer.bind(planes, config.max_batch_size + 1)
         self.settings = SamplingTable(config.max_batch_size + 1, target.vocab_size, target.device)
-        use_graphs = on_gpu and not config.eager and not requirements.on_host
+        use_graphs = on_gpu and not config.eager
         adaptive = config.draft_policy == "adaptive" and config.num_draft_tokens > 0
         graphs = GraphCache(target.device) if use_graphs else None
         self.runner = Runner(

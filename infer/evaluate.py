@@ -68,6 +68,15 @@ class Run(NamedTuple):
         return self.statistics.output_tokens / max(self.statistics.wall_seconds, 1e-9)
 
 
+class Drafted(NamedTuple):
+    """A method's run, and what only its own engine can tell."""
+
+    run: Run
+    best_k_by_batch_size: dict[int, int]
+    single: EngineStatistics | None  # a short run at one draft token
+    lossless: Losslessness | None  # None: still to be compared with plain decoding
+
+
 class Costs(NamedTuple):
     """Milliseconds of a drafting step of 1, 2, ... draft tokens, and of a plain one."""
 
@@ -77,24 +86,28 @@ class Costs(NamedTuple):
 
 def evaluate(work: Evaluation, build: BuildEngine, progress: Progress) -> Measured:
     """Measures one method on one set of prompts and checks that it changed nothing."""
-    k = work.num_draft_tokens
-    before = _run(work, build(0, work.batch_size), partial(progress, "plain decoding"))
-    engine = build(k, work.batch_size)
-    drafted = _run(work, engine, partial(progress, work.method))
-    best_k_by_batch_size = engine.best_num_draft_tokens()
-    lossless = None
-    if work.synthetic:
-        lossless = unchecked_synthetic([_generation(output) for output in drafted.outputs])
-    elif work.temperature > 0:
-        lossless = _check_law(work, engine, drafted)
-    del engine
-    single = _calibrate(work, build) if k > 1 and drafted.statistics.num_drafts else None
-    engine = build(0, work.batch_size)
-    after = _run(work, engine, partial(progress, "plain decoding again"))
-    if lossless is None:
-        lossless = _check_equal(work, build, engine, before, drafted, progress)
-    result = _result(work, (before, after), drafted, single, lossless, best_k_by_batch_size)
-    return Measured(result, drafted.outputs, before.outputs)
+    return compare([work], [build], progress)[0]
+
+
+def compare(works: Sequence[Evaluation], builds: Sequence[BuildEngine], progress: Progress) -> list[Measured]:
+    """The same for several methods on the same prompts, all of them between the same two plain runs.
+
+    `works` differ in method, draft tokens and what depends on them; `builds[i]` makes the engines of `works[i]`.
+    """
+    first, build = works[0], builds[0]
+    before = _run(first, build(0, first.batch_size), partial(progress, "plain decoding"))
+    drafts = [_draft(work, make, progress) for work, make in zip(works, builds, strict=True)]
+    engine = build(0, first.batch_size)
+    after = _run(first, engine, partial(progress, "plain decoding again"))
+    measured = []
+    for work, drafted in zip(works, drafts, strict=True):
+        lossless = drafted.lossless
+        if lossless is None:
+            lossless, engine = _check_equal(work, build, engine, before, drafted.run, progress)
+        measured.append(
+            Measured(_result(work, (before, after), drafted, lossless), drafted.run.outputs, before.outputs)
+        )
+    return measured
 
 
 def best_num_draft_tokens(acceptance_by_position: Sequence[float], costs: Costs) -> tuple[int, list[float]]:
@@ -144,11 +157,26 @@ def _run(work: Evaluation, engine: Engine, progress: Callable[[int], None]) -> R
     return Run(engine.generate(work.prompts, list(work.params), on_finish), engine.statistics)
 
 
+def _draft(work: Evaluation, build: BuildEngine, progress: Progress) -> Drafted:
+    engine = build(work.num_draft_tokens, work.batch_size)
+    run = _run(work, engine, partial(progress, work.method))
+    best_k_by_batch_size = engine.best_num_draft_tokens()
+    lossless = None
+    if work.synthetic:
+        lossless = unchecked_synthetic([_generation(output) for output in run.outputs])
+    elif work.temperature > 0:
+        lossless = _check_law(work, engine, run)
+    del engine
+    single = _calibrate(work, build) if work.num_draft_tokens > 1 and run.statistics.num_drafts else None
+    return Drafted(run, best_k_by_batch_size, single, lossless)
+
+
 def _warm_up(work: Evaluation, engine: Engine) -> None:
     few = min(len(work.prompts), work.batch_size)
     params = [replace(p, max_tokens=min(p.max_tokens, WARMUP_TOKENS)) for p in work.params[:few]]
     engine.generate(work.prompts[:few], params)
     engine.pool.forget()  # or the measured run would find these prompts computed
+    engine.proposer.forget()
     engine.statistics = EngineStatistics()
 
 
@@ -168,12 +196,13 @@ def _check_law(work: Evaluation, engine: Engine, drafted: Run) -> Losslessness:
 
 def _check_equal(
     work: Evaluation, build: BuildEngine, engine: Engine, plain: Run, drafted: Run, progress: Progress
-) -> Losslessness:
+) -> tuple[Losslessness, Engine]:
+    """The verdict, and the engine that serves the target after it."""
     first, second = ([_generation(o) for o in run.outputs] for run in (plain, drafted))
     differences = None
     verdict = check_greedy(first, second, partial(score_logits, engine, work.params[0]), work.dtype, differences)
     if work.dtype in (torch.float32, torch.float64) or not verdict.divergences:
-        return verdict
+        return verdict, engine
     del engine
     # low precision rounds by the shape of the batch; what plain decoding shows against itself is the measure, with as
     # many rows a step as verification has: every prompt k + 1 times
@@ -188,7 +217,8 @@ def _check_equal(
     phase = f"plain decoding, batch {repeated.batch_size}"
     other = _run(repeated, engine, lambda finished: progress(phase, finished // copies))
     differences = count_differences(first, [_generation(o) for o in other.outputs[::copies]])
-    return check_greedy(first, second, partial(score_logits, engine, work.params[0]), work.dtype, differences)
+    scores = partial(score_logits, engine, work.params[0])
+    return check_greedy(first, second, scores, work.dtype, differences), engine
 
 
 def _generation(output: RequestOutput) -> Generation:
@@ -197,15 +227,8 @@ def _generation(output: RequestOutput) -> Generation:
     )
 
 
-def _result(
-    work: Evaluation,
-    plain: Sequence[Run],
-    drafted: Run,
-    single: EngineStatistics | None,
-    lossless: Losslessness,
-    best_k_by_batch_size: dict[int, int],
-) -> MethodResult:
-    counts = drafted.statistics
+def _result(work: Evaluation, plain: Sequence[Run], drafted: Drafted, lossless: Losslessness) -> MethodResult:
+    run, counts = drafted.run, drafted.run.statistics
     rates = [run.tokens_per_second for run in plain]
     baseline = sum(rates) / len(rates)
     decode_steps = sum(run.statistics.num_decode_steps for run in plain)
@@ -215,7 +238,7 @@ def _result(
     acceptance = counts.acceptance_by_position
     if counts.draft_ms is not None and counts.verify_ms is not None and decode_ms and acceptance:
         break_even = (counts.draft_ms + counts.verify_ms) / decode_ms
-        costs = step_costs(counts, single, decode_ms, len(acceptance))
+        costs = step_costs(counts, drafted.single, decode_ms, len(acceptance))
         best_k, predicted = best_num_draft_tokens(acceptance, costs)
     return MethodResult(
         method=work.method,
@@ -233,16 +256,16 @@ def _result(
         acceptance_by_position=acceptance,
         conditional_acceptance_by_position=counts.conditional_acceptance_by_position,
         draft_acceptance_rate=counts.draft_acceptance_rate,
-        tokens_per_second=drafted.tokens_per_second,
+        tokens_per_second=run.tokens_per_second,
         baseline_tokens_per_second=baseline,
-        speedup=drafted.tokens_per_second / baseline if baseline else 0.0,
+        speedup=run.tokens_per_second / baseline if baseline else 0.0,
         draft_ms=counts.draft_ms,
         verify_ms=counts.verify_ms,
         decode_ms=decode_ms,
         break_even_acceptance_length=break_even,
         best_k=best_k,
         predicted_speedup_by_k=predicted,
-        best_k_by_batch_size=best_k_by_batch_size or None,
+        best_k_by_batch_size=drafted.best_k_by_batch_size or None,
         noise_floor=noise_floor(rates),
         lossless=lossless,
     )

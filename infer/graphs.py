@@ -23,7 +23,7 @@ class GraphCache:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pools: dict[str | int, tuple[int, int]] = {}
+        self._pools: dict[str | int, Any] = {}
         self._recorded: dict[GraphKey, tuple[torch.cuda.CUDAGraph, Any]] = {}
 
     def run(self, key: GraphKey, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -80,11 +80,14 @@ class Runner:
         self.verification = verification
         self.num_draft_tokens = table.num_draft_tokens
         adaptive = adaptive and self.num_draft_tokens > 0
-        self.widths = draft_widths(self.num_draft_tokens) if adaptive else (1, self.num_draft_tokens + 1)
+        # where the host drafts it knows how many drafts wait, so that steps need not have room for the most
+        self._on_host = proposer.requirements.on_host
+        several = (adaptive or self._on_host) and self.num_draft_tokens > 0
+        self.widths = draft_widths(self.num_draft_tokens) if several else (1, self.num_draft_tokens + 1)
         self.estimator = SurvivalEstimator(self.num_draft_tokens, table.device) if adaptive else None
         self._widths = torch.tensor(self.widths, device=table.device)
         self.policy: DraftPolicy | None = None
-        self.spare_slots = max(0, proposer.requirements.lookahead - self.num_draft_tokens)
+        self.spare_slots = proposer.requirements.spare_slots(self.num_draft_tokens)
         self._law_columns: Tensor | None = None  # of the proposer's laws; made once, from the first
         self._buckets: dict[int, Slots] = {}
         self._mixed_batch, self._mixed_sizes = 0, ()  # steps with prompt rows that are recorded
@@ -139,8 +142,8 @@ class Runner:
 
     def _capture_mixed(self, batch: int) -> None:
         """Steps with prompt rows are recorded for `batch` requests, unless their logits would take much memory."""
-        if batch * (self.num_draft_tokens + 1) * self.target.vocab_size * 4 > RECORDED_LOGITS_BYTES:
-            return
+        if batch * (self.num_draft_tokens + 1) * self.target.vocab_size * 4 > RECORDED_LOGITS_BYTES or self._on_host:
+            return  # a proposer on the host takes the requests that draft, and no padding between them
         self._mixed_batch, self._mixed_sizes = batch, tuple(size for size in MIXED_SIZES if size >= batch)
         self._mixed_buffer = torch.zeros(5, batch, dtype=torch.int64, device=self.table.device)
         self._mixed_buffer[[0, 3]] = self.table.nobody
@@ -170,11 +173,11 @@ class Runner:
             self._run_target(slots, num_rows, NEUTRAL, self.graphs)
 
         def rest() -> None:
-            if self.proposer.requirements.observes and not self.proposer.requirements.on_host:
+            if self.proposer.requirements.observes and not self._on_host:
                 self._call(self.graphs, "observe", (batch, num_rows), self._observe, slots, packed, output.states, [])
 
         def draft() -> None:
-            if self.num_draft_tokens and not self.proposer.requirements.on_host:
+            if self.num_draft_tokens and not self._on_host:
                 self._call(self.graphs, "propose", (batch,), self._propose, slots.rows, [])
 
         return Rehearsal(verify, rest, draft)
@@ -192,7 +195,10 @@ class Runner:
         rows = [_row_of(request) for request in flight.requests]
         ids = [request.request_id for request in flight.requests]
         flight.padded = batch = len(rows) if self.graphs is None else _bucket(len(rows))
-        width = 1 if counts is not None and max(counts) == 1 else self.num_draft_tokens + 1
+        width = self.num_draft_tokens + 1
+        if counts is not None:
+            total = sum(counts) + batch - len(rows)
+            width = next(width for width in self.widths if batch * width >= total)
         if self.policy is not None:
             flight.choice = self.policy.choose(ids, batch, drafts_wait)
             width, flight.drafts = flight.choice
@@ -251,10 +257,10 @@ class Runner:
             clock.mark("verified")
         if self.proposer.requirements.observes:
             key = (batch, num_rows)
-            self._call(graphs, "observe", key, self._observe, slots, packed, output.states, request_ids)
+            self._call(self._own(graphs), "observe", key, self._observe, slots, packed, output.states, request_ids)
         accepted = None
         if self.num_draft_tokens and drafts:
-            accepted = self._call(graphs, "propose", (batch,), self._propose, slots.rows, request_ids)
+            accepted = self._call(self._own(graphs), "propose", (batch,), self._propose, slots.rows, request_ids)
         if clock is not None:
             clock.mark("drafted")
         return [self._results(verified, slots.rows, slots.counts - 1), *logprobs], accepted
@@ -272,6 +278,10 @@ class Runner:
             None if wanted.edits else graphs, "verify", key, self._verify_all, slots, packed, output, wanted
         )
         return packed, output, verified
+
+    def _own(self, graphs: GraphCache | None) -> GraphCache | None:
+        """Where the proposer's calls are recorded: nowhere if it reads them on the host."""
+        return None if self._on_host else graphs
 
     @staticmethod
     def _call(
@@ -498,6 +508,8 @@ class Runner:
                 temperature=self.settings.temperature[drafting],
                 seeds=table.seeds[drafting],
                 wants_confidence=self.estimator is not None,
+                tokens=table.tokens,
+                prompt_lens=table.prompt_lens[drafting],
             )
         )
         ids = drafts.token_ids

@@ -27,14 +27,22 @@ class RequestTable:
     """Device state of up to `max_requests` requests; the host writes a row when a request is admitted."""
 
     def __init__(
-        self, max_requests: int, max_length: int, num_draft_tokens: int, block_size: int, device: torch.device
+        self,
+        max_requests: int,
+        max_length: int,
+        num_draft_tokens: int,
+        block_size: int,
+        device: torch.device,
+        spare_slots: int = 0,
     ) -> None:
+        """`spare_slots` is what the proposer writes to behind the longest context (`Requirements.spare_slots`)."""
         rows = max_requests + 1
         self.nobody, self.device, self.block_size, self.max_length = max_requests, device, block_size, max_length
         self.num_draft_tokens = num_draft_tokens
         # a finished request takes one more step before the host notices, hence the room behind the context
         self.tokens = torch.zeros(rows, max_length + num_draft_tokens + 2, dtype=torch.int32, device=device)
-        self.block_tables = torch.zeros(rows, -(-self.tokens.shape[1] // block_size), dtype=torch.int32, device=device)
+        most_slots = max(self.tokens.shape[1], max_length + spare_slots)
+        self.block_tables = torch.zeros(rows, -(-most_slots // block_size), dtype=torch.int32, device=device)
         self.num_known, self.num_drafts, self.prompt_lens, self.limits, self.capacities, self.seeds = (
             torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(6)
         )

@@ -116,6 +116,7 @@ def paged_attention(
     chunk: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """See `reference.paged_attention`; tensors on one GPU. Raises ValueError on shapes that do not belong together.
 
@@ -139,6 +140,7 @@ def paged_attention(
         *(q, k_plane, v_plane, out, cu_seqlens, seq_lens, block_tables.contiguous(), sinks, scale, softcap),
         window=0 if window >= max_seq_len else window,
         chunk=0 if chunk >= max_seq_len else chunk,
+        causal=causal,
     )
     _attend_short(call, min(max_query_len, SHORT_QUERY), max_seq_len)
     if max_query_len > SHORT_QUERY:
@@ -160,6 +162,7 @@ class _Call(NamedTuple):
     softcap: float
     window: int
     chunk: int
+    causal: bool
 
     @property
     def widest(self) -> int:
@@ -232,6 +235,7 @@ def _launch(
         TAIL_K=max(16, triton.next_power_of_2(width_k - main_k)) if width_k > main_k else 0,
         SHORT=short,
         SHORT_QUERY=SHORT_QUERY,
+        CAUSAL=call.causal,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
         num_warps=tiling.num_warps,

@@ -78,13 +78,16 @@ def _finish(largest, total, mixed, sink):
 
 @triton.jit
 def _attend_keys(
-    query, query_tail, largest, total, mixed, position, begin, end, last,
+    query, query_tail, largest, total, mixed, position, reach, begin, end, last,
     k_plane, v_plane, table, kv_head, kv_heads, scale, softcap,
     MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, MAIN_K: tl.constexpr, TAIL_K: tl.constexpr, PADDED_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Walks keys begin to end (a multiple of BLOCK_N onwards); without MASKED every row must see all of them."""
+    """Walks keys begin to end (a multiple of BLOCK_N onwards); without MASKED every row must see all of them.
+
+    A row sees keys up to its `reach`; window and chunk count from its position.
+    """
     k_lane, tail_lane, v_lane = tl.arange(0, MAIN_K), MAIN_K + tl.arange(0, max(TAIL_K, 16)), tl.arange(0, PADDED_V)
     last = tl.maximum(last, 0)
     near = tl.minimum(begin + tl.arange(0, BLOCK_N), last)  # past the end the last key is read again, and not seen
@@ -108,7 +111,7 @@ def _attend_keys(
             cap = softcap * LOG2_E
             score = cap * (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0)  # cap * tanh(score / cap)
         if MASKED:
-            visible = key[None, :] <= position[:, None]
+            visible = key[None, :] <= reach[:, None]
             if WINDOW > 0:
                 visible = visible & (key[None, :] > position[:, None] - WINDOW)
             if CHUNK > 0:
@@ -135,7 +138,7 @@ def attend_kernel(
     scale, softcap, batch, q_heads, kv_heads, table_stride, q_row, q_head, max_rows, max_pieces,
     REQUESTS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, MAIN_K: tl.constexpr, TAIL_K: tl.constexpr,
-    PADDED_V: tl.constexpr, SHORT: tl.constexpr, SHORT_QUERY: tl.constexpr,
+    PADDED_V: tl.constexpr, SHORT: tl.constexpr, SHORT_QUERY: tl.constexpr, CAUSAL: tl.constexpr,
     NUM_FIRST: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Rows of a tile are (query token, query head of this key head) pairs; an item is a tile, a key head and a piece.
@@ -169,6 +172,10 @@ def attend_kernel(
         position = past + token
         first = past + first_row // GROUP
         last = tl.minimum(past + (first_row + BLOCK_M - 1) // GROUP, seq_len - 1)
+        reach = position
+        if not CAUSAL:
+            last = seq_len - 1
+            reach = position * 0 + last
         begin = _first_key(first, WINDOW, CHUNK)
         piece = _piece_of(_first_key(tl.maximum(past, 0), WINDOW, CHUNK), NUM_FIRST, FIRST, REST) + inner // tiles
 
@@ -190,7 +197,7 @@ def attend_kernel(
                 end = tl.minimum(last + 1, _piece_start(p + 1, NUM_FIRST, FIRST, REST))
                 piece_largest, piece_total, piece_mixed = _attend_keys(
                     query, query_tail, tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
-                    tl.zeros([BLOCK_M, PADDED_V], tl.float32), position, start, end, last,
+                    tl.zeros([BLOCK_M, PADDED_V], tl.float32), position, reach, start, end, last,
                     k_plane, v_plane, table, kv_head, kv_heads, scale, softcap,
                     True, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WIDTH_K, WIDTH_V, MAIN_K, TAIL_K, PADDED_V, BLOCK_N,
                 )  # fmt: skip
@@ -204,13 +211,13 @@ def attend_kernel(
             elif WINDOW == 0 and CHUNK == 0:
                 full = (first + 1) // BLOCK_N * BLOCK_N
                 largest, total, mixed = _attend_keys(
-                    query, query_tail, largest, total, mixed, position, start, full, last,
+                    query, query_tail, largest, total, mixed, position, reach, start, full, last,
                     k_plane, v_plane, table, kv_head, kv_heads, scale, softcap,
                     False, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WIDTH_K, WIDTH_V, MAIN_K, TAIL_K, PADDED_V, BLOCK_N,
                 )  # fmt: skip
                 start = full
             largest, total, mixed = _attend_keys(
-                query, query_tail, largest, total, mixed, position, start, end, last,
+                query, query_tail, largest, total, mixed, position, reach, start, end, last,
                 k_plane, v_plane, table, kv_head, kv_heads, scale, softcap,
                 True, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WIDTH_K, WIDTH_V, MAIN_K, TAIL_K, PADDED_V, BLOCK_N,
             )  # fmt: skip

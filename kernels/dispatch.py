@@ -61,6 +61,7 @@ def paged_attention(
     chunk: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """See `reference.paged_attention`."""
     if q.is_cuda:
@@ -81,6 +82,7 @@ def paged_attention(
         chunk=chunk,
         softcap=softcap,
         sinks=sinks,
+        causal=causal,
     )
 
 

@@ -258,14 +258,16 @@ def paged_attention(
     chunk: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal attention of packed query rows over paged keys and values, accumulated in float32.
+    """Attention of packed query rows over paged keys and values, accumulated in float32.
 
     q [num_tokens, q_heads, width_k]; k_plane and v_plane [num_blocks, block_size, kv_heads, width_k or width_v];
     cu_seqlens [batch + 1] and seq_lens [batch] int32: the queries of request b are the last rows of its seq_lens[b]
     tokens; block_tables [batch, max_blocks] int32. Query t sees key p <= t, with t - window < p if `window`, with
-    p // chunk == t // chunk if `chunk`. `softcap` c turns a score s into c * tanh(s / c); `sinks` [q_heads] join the
-    softmax as keys without a value. Returns [num_tokens, q_heads, width_v].
+    p // chunk == t // chunk if `chunk`; without `causal` it also sees the later keys of its request. `softcap` c turns
+    a score s into c * tanh(s / c); `sinks` [q_heads] join the softmax as keys without a value. Returns
+    [num_tokens, q_heads, width_v].
     """
     out = q.new_empty(*q.shape[:2], v_plane.shape[-1])
     starts, lengths = cu_seqlens.tolist(), seq_lens.tolist()
@@ -278,14 +280,17 @@ def paged_attention(
         index = torch.tensor(group, device=q.device)
         table = block_tables[index, : -(-max(group_lens) // k_plane.shape[1])]
         keys, values = _gather(k_plane, table, group_lens), _gather(v_plane, table, group_lens)
-        if dense and not window and not chunk and len(group) == 1 and longest_query in (1, group_lens[0]):
+        if dense and causal and not window and not chunk and len(group) == 1 and longest_query in (1, group_lens[0]):
             own = slice(starts[group[0]], starts[group[0] + 1])
             out[own] = _attend_causal(q[own], keys, values, scale)
             continue
         query_len = (cu_seqlens[1:] - cu_seqlens[:-1])[index, None].long()
         offsets = torch.minimum(torch.arange(longest_query, device=q.device), query_len - 1)  # padding repeats a row
         rows = cu_seqlens[index, None].long() + offsets  # [group, longest_query]
-        visible = _visible(seq_lens[index, None].long() - query_len + offsets, max(group_lens), window, chunk)
+        ends = seq_lens[index, None].long()
+        positions = ends - query_len + offsets
+        reach = positions if causal else (ends - 1).expand_as(positions)
+        visible = _visible(positions, reach, max(group_lens), window, chunk)
         queries = q[rows].transpose(1, 2)  # [group, q_heads, longest_query, width_k]
         attended = _attend(queries, keys, values, visible, scale, softcap, sinks).transpose(1, 2)
         out[rows] = attended.to(out.dtype)
@@ -323,11 +328,11 @@ def _attend_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return out[0].transpose(0, 1)
 
 
-def _visible(positions: Tensor, num_keys: int, window: int, chunk: int) -> Tensor:
-    """[group, queries, num_keys] bool for the queries at positions [group, queries]."""
+def _visible(positions: Tensor, reach: Tensor, num_keys: int, window: int, chunk: int) -> Tensor:
+    """[group, queries, num_keys] bool: queries at positions [group, queries] see keys up to `reach`."""
     key = torch.arange(num_keys, device=positions.device)
     query = positions[..., None]
-    visible = key <= query
+    visible = key <= reach[..., None]
     if window:
         visible &= key > query - window
     if chunk:

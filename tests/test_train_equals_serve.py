@@ -1,127 +1,74 @@
-"""What the trainer computes is what the engine serves, for every row and step, on the folder `fit` wrote.
+"""What the trainer computes is what the engine serves, for every head, row and draft, on the folder `fit` wrote.
 
-Extraction, training and `Engine.step` run for real on a tiny target in float32. The engine's drafts are then steered:
-the draft loop is fed the text's own tokens (as the trainer feeds it) while what is handed to verification is right,
-wrong at some position, or wrong at once, and blocks are too few for the batch, so that rejected drafts and preemptions
-lie in between. Every draft logit the engine produced must equal the trainer's at the same row and step.
+Extraction, training and `Engine.step` run for real on a tiny target in float32. Drafts handed to verification are
+right, wrong at some position, or wrong at once, and blocks are too few for the batch, so that rejected drafts and
+preemptions lie in between.
 """
-
-from pathlib import Path
 
 import pytest
 import torch
 
-from spectrain.heads.eagle3 import Eagle3Head
+from spectrain.heads.base import DraftHead
 from spectrain.heads.folder import load_head
 from spectrain.infer.engine import Engine, EngineConfig
-from spectrain.infer.proposers.base import Drafts, DraftStep
-from spectrain.infer.proposers.eagle3 import Eagle3Proposer
-from spectrain.infer.proposers.none import NoneProposer
-from spectrain.infer.sampling import SamplingParams
-from spectrain.infer.target import Target
+from spectrain.tests.fresh import proposer_of
 from spectrain.tests.loop import extract_and_fit
 from spectrain.tests.models import rand_llama
-from spectrain.train.batch import TrainBatch
-from spectrain.train.objectives.eagle3 import Eagle3Objective, Eagle3Settings
+from spectrain.tests.steering import TOLERANCE, Steered, Texts, greedy_texts, trainer_logits
 
-# the logits of this target lie within 40 of zero, where float32 resolves 4e-6
-STEPS, TOLERANCE = 4, 2e-4
-
-
-class SteeredProposer(Eagle3Proposer):
-    """Feeds the draft loop known continuations, records its logits, and spoils what it hands over."""
-
-    def __init__(self, head, target, texts: dict[int, list[int]], spoil: float) -> None:
-        super().__init__(head, target, STEPS)
-        self.texts, self.spoil = texts, spoil
-        self.generator = torch.Generator().manual_seed(0)
-        self.logits: dict[tuple[int, int, int], torch.Tensor] = {}  # (request, row, step)
-
-    def _draw(self, logits: torch.Tensor, step: DraftStep, k: int):
-        tokens = []
-        for i, (request, length) in enumerate(zip(step.request_ids, step.seq_lens.tolist(), strict=True)):
-            text = self.texts[request]
-            if k < step.room[i]:  # beyond its room a request's row is padding
-                self.logits[request, length - 2, k] = logits[i].clone()
-            tokens.append(text[length + k] if length + k < len(text) else 0)
-        return torch.tensor(tokens), logits
-
-    def propose(self, step: DraftStep) -> Drafts:
-        drafts = super().propose(step)
-        wrong = torch.rand(drafts.token_ids.shape, generator=self.generator) < self.spoil
-        spoiled = torch.where(wrong, (drafts.token_ids + 1) % self.head.config.vocab_size, drafts.token_ids)
-        return drafts._replace(token_ids=spoiled)
+DRAFTS, NEW = 4, 20
+HEADS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "eagle": ("eagle", ()),
+    "eagle3": ("eagle3", ()),
+    "peagle": ("peagle", ()),
+    "draft model": ("draft_model", ()),
+    "pard, beyond the trained length": ("pard", ()),
+    "medusa": ("medusa", ()),
+    "medusa, shared and reduced": ("medusa", ("head.lm_head=shared", "head.draft_vocab_size=64")),
+    "mlp": ("mlp_speculator", ()),
+    "mlp, tied and scaled": ("mlp_speculator", ("head.tie_weights=true", "head.scale_input=true", "objective.loss=kl")),
+    "dflash": ("dflash", ()),
+    "dflash, every flag": ("dflash", ("head.sample_from_anchor=true", "head.causal=true", "head.sliding_window=7")),
+}
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """A target, the head folder fitted to it, and greedy texts."""
-    folder = tmp_path_factory.mktemp("loop")
+def texts() -> Texts:
+    return greedy_texts(rand_llama(max_position_embeddings=128), NEW)
+
+
+@pytest.fixture(scope="module", params=HEADS)
+def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DraftHead:
+    recipe, changes = HEADS[request.param]
+    model, folder = rand_llama(max_position_embeddings=128), tmp_path_factory.mktemp("loop")
+    return load_head(extract_and_fit(model, folder, *changes, recipe=recipe), dtype=torch.float32).head
+
+
+@pytest.fixture(scope="module")
+def expected(texts: Texts, head: DraftHead) -> list[torch.Tensor]:
     model = rand_llama(max_position_embeddings=128)
-    head_folder = extract_and_fit(model, folder)
-    target = Target.from_model(model)
-    generator = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (1, 2, 9, 17, 30)]
-    engine = Engine(target, NoneProposer(), EngineConfig(num_blocks=200, block_size=4))
-    outputs = engine.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True))
-    return target, head_folder, prompts, [p + o.token_ids for p, o in zip(prompts, outputs, strict=True)]
+    return [trainer_logits(head, texts.target, model, text, DRAFTS) for text in texts.whole]
 
 
-def trainer_logits(model, head: Eagle3Head, target: Target, text: list[int]) -> torch.Tensor:
-    """[steps, row, draft_vocab]: the objective's own unrolling over one document, states from transformers itself."""
-    ids = torch.tensor([text])
-    with torch.no_grad():
-        hidden = model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
-    tensors = target.tensors()
-    batch = TrainBatch(
-        token_ids=ids,
-        positions=torch.arange(len(text))[None],
-        document_ids=torch.zeros(1, len(text), dtype=torch.int32),
-        loss_mask=torch.ones(1, len(text), dtype=torch.bool),
-        target_argmax=torch.zeros(1, len(text), dtype=torch.int64),
-        aux_states=torch.stack([hidden[i] for i in head.config.layer_ids], dim=2),
-        final_states=None,
-        denominators=torch.ones(STEPS),
-    )
-    objective = Eagle3Objective(head.config, Eagle3Settings(steps=STEPS))
-    rows = tuple(torch.arange(len(text)) for _ in range(STEPS))
-    with torch.no_grad():
-        states = objective.unroll(head, tensors, batch, rows)
-        return head.logits(states, tensors).unflatten(0, (STEPS, len(text)))
-
-
-@pytest.mark.parametrize("spoil", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("num_blocks", [200, 24])
-def test_every_draft_logit_of_the_engine_is_the_trainers(world, spoil, num_blocks):
-    target, head_folder, prompts, texts = world
-    head = load_head(Path(head_folder), dtype=torch.float32).head
-    assert isinstance(head, Eagle3Head)
-    proposer = SteeredProposer(head, target.tensors(), dict(enumerate(texts)), spoil)
-    config = EngineConfig(num_draft_tokens=STEPS, num_blocks=num_blocks, block_size=4, max_batch_tokens=13)
-    engine = Engine(target, proposer, config)
-    outputs = engine.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True))
-    assert [o.prompt_token_ids + o.token_ids for o in outputs] == texts
-    statistics = engine.statistics
-    if spoil:
-        assert statistics.accepted_tokens < statistics.draft_tokens
-    if num_blocks == 24:
-        assert statistics.num_preemptions > 0
-    model = rand_llama(max_position_embeddings=128)
-    compared = 0
-    for request, text in enumerate(texts):
-        expected = trainer_logits(model, head, target, text)
-        for (owner, row, step), logits in proposer.logits.items():
-            if owner == request:
-                torch.testing.assert_close(logits, expected[step, row], atol=TOLERANCE, rtol=1e-4)
-                compared += 1
-    if spoil == 1.0 and num_blocks == 200:
+@pytest.mark.parametrize(("spoil", "num_blocks"), [(0.0, 200), (0.3, 16), (1.0, 200)])
+def test_every_draft_logit_of_the_engine_is_the_trainers(texts, head, expected, spoil: float, num_blocks: int):
+    proposer = proposer_of(head, texts.target, DRAFTS)
+    steered = Steered(proposer, texts.whole, spoil, head.config.vocab_size)
+    config = EngineConfig(num_draft_tokens=DRAFTS, num_blocks=num_blocks, block_size=4, max_batch_tokens=13)
+    engine = Engine(texts.target, proposer, config)
+    outputs = engine.generate(texts.prompts, texts.params)
+    assert [o.prompt_token_ids + o.token_ids for o in outputs] == texts.whole
+    assert (engine.statistics.accepted_tokens < engine.statistics.draft_tokens) == (spoil > 0)
+    assert (engine.statistics.num_preemptions > 0) == (num_blocks == 16)
+    for (request, row, draft), logits in steered.logits.items():
+        torch.testing.assert_close(logits, expected[request][draft, row], atol=TOLERANCE, rtol=1e-4)
+    if spoil == 1.0:
         # nothing was ever accepted and blocks never ran short, so drafting started from every row of every output
-        assert compared >= sum(STEPS * (40 - STEPS - 1) for _ in texts)
-    assert compared > 100
+        assert len(steered.logits) >= sum(DRAFTS * (NEW - DRAFTS - 1) for _ in texts.prompts)
+    assert len(steered.logits) > 60
 
 
-def test_a_head_off_by_one_row_would_be_seen(world):
-    target, head_folder, _, texts = world
-    head = load_head(Path(head_folder), dtype=torch.float32).head
-    logits = trainer_logits(rand_llama(max_position_embeddings=128), head, target, texts[0])
-    assert (logits[:, 1:] - logits[:, :-1]).abs().amax(-1).min() > 100 * TOLERANCE
+def test_a_head_off_by_one_row_would_be_seen(texts, expected):
+    for draft, rows in enumerate(expected[0]):
+        known = rows[: len(texts.whole[0]) - 2 - draft]  # rows whose token exists
+        assert known.diff(dim=0).abs().amax(-1).min() > 50 * TOLERANCE

@@ -3,7 +3,7 @@
 import json
 import typing
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,13 @@ import torch
 
 from ..extract.shards import ShardError, ShardSet
 from ..heads.base import DraftHead, HeadConfig, HeadError, TargetFacts
+from ..heads.folder import load_head
+from ..heads.model_folder import ModelFolder, check_same_tokens
 from ..heads.resolve import resolve
 from ..recipes.loader import Recipe, RecipeError, build, check_fields
 from .objectives.base import Objective
 from .settings import DataSettings, OptimizerSettings, ServingSettings, StoppingSettings
-from .vocabulary import DraftVocabulary, forced_token_ids, select_draft_vocabulary
+from .vocabulary import DraftVocabulary, forced_token_ids, select_draft_vocabulary, spare_token_id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,7 @@ class Assembly:
     stopping: StoppingSettings
     serving: ServingSettings
     allowed_packages: tuple[str, ...]
+    model: ModelFolder | None  # what a fresh head starts from, where its config requires a model
 
     def network(self) -> DraftHead:
         """A head of this config, its parameters NaN."""
@@ -51,10 +54,18 @@ class Assembly:
         return json.loads(json.dumps(parts))
 
 
-def assemble(recipe: Recipe, shards: ShardSet, allowed_packages: Collection[str] = ()) -> Assembly:
-    """Validates every section against its owner; raises a ValueError naming the key, the file or the class."""
+def assemble(
+    recipe: Recipe, shards: ShardSet, allowed_packages: Collection[str] = (), model: str | Path | None = None
+) -> Assembly:
+    """Validates every section against its owner; raises a ValueError naming the key, the file or the class.
+
+    `model` is what a head starts from whose config requires one.
+    """
     allowed = (*allowed_packages, *_own_packages(recipe))
-    config = head_config(recipe, target_facts(shards), allowed)
+    start = None if model is None else ModelFolder(model)
+    config = head_config(recipe, target_facts(shards), allowed, start)
+    _check_start(recipe, config, start, shards)
+    config = _with_mask_token(config, shards)
     objective_class = resolve(config.objective, allowed)
     settings_class = typing.get_type_hints(objective_class.__init__)["settings"]
     objective_settings = build(settings_class, recipe.section("objective"), "objective")
@@ -68,6 +79,7 @@ def assemble(recipe: Recipe, shards: ShardSet, allowed_packages: Collection[str]
         stopping=build(StoppingSettings, recipe.section("stopping"), "stopping"),
         serving=build(ServingSettings, recipe.section("serving"), "serving"),
         allowed_packages=allowed,
+        model=start,
     )
     wanted = set(config.layer_ids) | ({config.target.num_layers} if config.requires_final_state else set())
     shards.layer_columns(sorted(wanted))
@@ -103,7 +115,26 @@ def new_head(assembly: Assembly, shards: ShardSet) -> DraftHead:
     if vocabulary is not None:
         head.set_draft_vocab(vocabulary.token_ids)
     head.initialise(shards.target_tensors(), torch.Generator().manual_seed(assembly.data.seed))
+    if assembly.model is not None:
+        head.start_from(assembly.model)
     head.assert_filled()
+    return head
+
+
+def continued_head(assembly: Assembly, folder: Path) -> DraftHead:
+    """The head of a folder, to go on from: its weights, and its draft vocabulary, which is never chosen anew.
+
+    Raises HeadError where the recipe asks for another head than was written.
+    """
+    head = load_head(folder, dtype=torch.float32, allowed_packages=assembly.allowed_packages).head
+    written, asked = (json.loads(json.dumps(config.to_dict())) for config in (head.config, assembly.config))
+    difference = first_difference({"head": written}, {"head": asked})
+    if type(head.config) is not type(assembly.config) or difference is not None:
+        key, before, after = difference or ("head.config", type(head.config).__name__, type(assembly.config).__name__)
+        raise HeadError(
+            f"{folder} holds a head with {key} = {before}, this recipe says {after}; go on with the recipe it was "
+            f"trained with, or leave --start-from out"
+        )
     return head
 
 
@@ -114,6 +145,15 @@ def draft_vocabulary(config: HeadConfig, shards: ShardSet) -> DraftVocabulary | 
     counts = shards.token_counts()
     forced = forced_token_ids(_tokenizer(shards.target_folder), _end_ids(shards.target_folder), counts)
     return select_draft_vocabulary(counts, config.draft_vocab_size, forced)
+
+
+def _with_mask_token(config: HeadConfig, shards: ShardSet) -> HeadConfig:
+    """The config with an unused id where it wants a mask token and the recipe names none."""
+    if getattr(config, "mask_token_id", 0) is not None:
+        return config
+    folder = shards.target_folder
+    spare = spare_token_id(_tokenizer(folder), _end_ids(folder), shards.token_counts())
+    return replace(config, **{"mask_token_id": spare})
 
 
 def coverage(head: DraftHead, shards: ShardSet) -> float:
@@ -141,8 +181,13 @@ def _own_packages(recipe: Recipe) -> tuple[str, ...]:
     return (named.partition(":")[0].split(".")[0],) if isinstance(named, str) else ()
 
 
-def head_config(recipe: Recipe, facts: TargetFacts, allowed: Collection[str]) -> HeadConfig:
-    """The config a recipe's `head` section derives for a target; classes outside spectrain only from `allowed`."""
+def head_config(
+    recipe: Recipe, facts: TargetFacts, allowed: Collection[str], model: ModelFolder | None = None
+) -> HeadConfig:
+    """The config a recipe's `head` section derives for a target, and for the model the head starts from.
+
+    Classes outside spectrain only from the packages `allowed`.
+    """
     settings = dict(recipe.section("head"))
     named = settings.pop("config", None)
     if not isinstance(named, str):
@@ -152,7 +197,23 @@ def head_config(recipe: Recipe, facts: TargetFacts, allowed: Collection[str]) ->
         raise HeadError(f"head.config must name a HeadConfig, {named!r} is none")
     names = [field.name for field in fields(config_class) if field.name not in ("target", "vocab_size")]
     given = {key: value for key, value in settings.items() if value is not None or key not in names}
-    return config_class.derive(facts, check_fields(config_class, given, "head", names))
+    checked = check_fields(config_class, given, "head", names)
+    if model is None or not config_class.requires_model:
+        return config_class.derive(facts, checked)
+    return config_class.derive_from(facts, checked, model)
+
+
+def _check_start(recipe: Recipe, config: HeadConfig, model: ModelFolder | None, shards: ShardSet) -> None:
+    if config.requires_model and model is None:
+        raise HeadError(
+            f"recipe {recipe.name} starts from layers of a model, found no --model; give the target, or a smaller "
+            f"model of its tokenizer"
+        )
+    if model is None:
+        return
+    if not config.requires_model:
+        raise HeadError(f"recipe {recipe.name} starts from no model, found --model {model.name}; leave it out")
+    check_same_tokens(_tokenizer(shards.target_folder), model.tokenizer(), ("the target of the shards", model.name))
 
 
 def _tokenizer(folder: Path) -> Any:

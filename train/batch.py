@@ -16,3 +16,6 @@ class TrainBatch(NamedTuple):
     aux_states: Tensor  # [batch, seq, num_layer_ids, target_hidden]; the head's layer ids, ascending
     final_states: Tensor | None  # [batch, seq, target_hidden]; raw state at id L
     denominators: Tensor  # [num_terms] float32; valid rows per loss term over all ranks and accumulation steps
+    document_seeds: Tensor | None = (
+        None  # [batch, seq] int64; one number a document and epoch, for what is drawn by row
+    )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..extract.shards import ShardSet
+from ..kernels.noise import noise_keys
 from .batch import TrainBatch
 from .settings import DataSettings
 
@@ -85,8 +86,11 @@ class RowReader:
         self.final_column = shards.layer_columns(final)[0] if final else None
         self.lengths = shards.document_lengths()
 
-    def ids(self, rows: Sequence[Sequence[int]]) -> TrainBatch:
-        """Everything of a batch but states and denominators; an empty list of rows gives one row of padding."""
+    def ids(self, rows: Sequence[Sequence[int]], seed: int = 0, epoch: int = 0) -> TrainBatch:
+        """Everything of a batch but states and denominators; an empty list of rows gives one row of padding.
+
+        What an objective draws for a document depends on `seed`, `epoch` and the document, not on its neighbours.
+        """
         rows = rows or [[]]
         used = [sum(self._length(document) for document in row) for row in rows]
         width = min(math.ceil(max(1, *used) / _WIDTH_STEP) * _WIDTH_STEP, self.sequence_length)
@@ -100,7 +104,9 @@ class RowReader:
             aux_states=torch.empty(0),
             final_states=None,
             denominators=torch.empty(0),
+            document_seeds=torch.zeros(shape, dtype=torch.int64),
         )
+        assert batch.document_seeds is not None
         for row, documents in enumerate(rows):
             start = 0
             for number, index in enumerate(documents):
@@ -109,18 +115,25 @@ class RowReader:
                 batch.token_ids[here] = document.token_ids.long()
                 batch.positions[here] = torch.arange(length)
                 batch.document_ids[here] = number
+                batch.document_seeds[here] = noise_keys(torch.tensor(seed), torch.tensor(index), epoch)
                 batch.loss_mask[here] = document.loss_mask
                 batch.target_argmax[here] = document.target_argmax.long()
                 start += length
         return batch
 
     def fill(self, batch: TrainBatch, rows: Sequence[Sequence[int]]) -> TrainBatch:
-        """The same batch with its states read from the shards; padding is zero."""
+        """The same batch with its states read from the shards; padding is zero.
+
+        A last state that is an aux state too is read once.
+        """
         shards, (batch_size, width) = self.shards, batch.token_ids.shape
         dtype, hidden = shards.states_dtype, shards.manifest.hidden_size
         kind: dict[str, Any] = {"dtype": dtype, "pin_memory": self.pinned}
         aux = torch.zeros(batch_size, width, len(self.columns), hidden, **kind)
-        final = None if self.final_column is None else torch.zeros(batch_size, width, hidden, **kind)
+        if self.final_column in self.columns:
+            final = aux[:, :, self.columns.index(self.final_column)]
+        else:
+            final = None if self.final_column is None else torch.zeros(batch_size, width, hidden, **kind)
         for row, documents in enumerate(rows):
             start = 0
             for index in documents:
@@ -163,7 +176,8 @@ class TrainingRows:
             count = math.ceil(math.ceil(len(rows) / self.world) / size)
             mine = rows[self.rank :: self.world]
             groups = [mine[i * size : (i + 1) * size] for i in range(count)]
-            batches = [self.reader.ids(group) for group in groups]
+            epoch = at // self.steps_per_epoch
+            batches = [self.reader.ids(group, self.settings.seed, epoch) for group in groups]
             yield StepPlan(at, tuple(document for row in rows for document in row), tuple(batches))
             for batch, group in zip(batches, groups, strict=True):
                 yield self.reader.fill(batch, group)

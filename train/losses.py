@@ -6,9 +6,10 @@ Row formulas, with p over the whole target vocabulary read at the draft vocabula
     tv         1 - alpha,  alpha = sum min(p, q): the probability that a token drawn from q is accepted (2211.17192)
     lk_alpha   -log alpha
     lk_lambda  s kl + (1 - s) tv,  s = exp(-eta mean(alpha)), the mean per term and without gradient (2602.23881)
+    ce_tv      s ce + (1 - s) |p - q|_1,  s = ce_share; the norm is 2 tv (2607.05147)
 Logits of either side exist for one chunk of rows at a time. Gradients are made in the forward pass, chunk by chunk, in
 float32 up to the products. Rows that share a target row share its logits. The mean of lk_lambda runs over the rows of
-one call: of the five, it alone depends on how a batch is split.
+one call: of them all, it alone depends on how a batch is split.
 """
 
 import dataclasses
@@ -17,20 +18,22 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..heads.target_tensors import TargetTensors
 
-LossKind = Literal["ce", "kl", "tv", "lk_lambda", "lk_alpha"]
+LossKind = Literal["ce", "kl", "tv", "lk_lambda", "lk_alpha", "ce_tv"]
+HARD_LABELS = ("ce", "ce_tv")  # losses that ask for the text's own tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:
-    """Which loss; `lk_eta` is lk_lambda's eta; `chunk_elements` bounds the logits held at once."""
+    """Which loss; `lk_eta` is lk_lambda's eta, `ce_share` ce_tv's s; `chunk_elements` bounds what is held at once."""
 
     loss: LossKind = "kl"
     lk_eta: float = 3.0
+    ce_share: float = 0.1
     chunk_elements: int = 1 << 25
 
     def __post_init__(self) -> None:
@@ -38,6 +41,8 @@ class LossSettings:
             raise ValueError(f"objective.loss must be one of {', '.join(get_args(LossKind))}, found {self.loss!r}")
         if not self.lk_eta >= 0:
             raise ValueError(f"objective.lk_eta must be 0 or more, found {self.lk_eta}")
+        if not 0 <= self.ce_share <= 1:
+            raise ValueError(f"objective.ce_share must lie between 0 and 1, found {self.ce_share}")
 
 
 class LossRows(NamedTuple):
@@ -47,7 +52,7 @@ class LossRows(NamedTuple):
     weights: Tensor  # [rows] float32; multiply the row losses in the sum
     terms: Tensor  # [rows] int64; draft step or head, for lk_lambda's means
     targets: Tensor  # [rows] int64; index into the normed target states
-    labels: Tensor  # [rows] int64 draft ids; read by ce only
+    labels: Tensor  # [rows] int64 draft ids; read by ce and ce_tv only
 
 
 class RowLosses(NamedTuple):
@@ -82,10 +87,12 @@ def soft_linear_loss(
     normed_states: Tensor,
     draft_to_target: Tensor | None,
     settings: LossSettings,
+    frozen: Tensor | None = None,
 ) -> RowLosses:
     """The weighted loss of draft logits `states @ weight.T` against the target's law at each row.
 
-    `weight` [draft_vocab, hidden]; `normed_states` [target_rows, target_hidden], the final norm applied;
+    `weight` [draft_vocab, hidden], or the last columns of it, where the first ones, `frozen` [draft_vocab, width], get
+    no gradient; `normed_states` [target_rows, target_hidden], the final norm applied;
     `draft_to_target` [draft_vocab] int64 or None. Products run in the autocast dtype where autocast is on, otherwise in
     the dtype of `states`; the gradients of `states` and `weight` arrive in their own dtypes.
     """
@@ -108,6 +115,7 @@ def soft_linear_loss(
         settings=settings,
         product_dtype=product_dtype,
         kl_shares=None,
+        frozen=None if frozen is None else frozen.detach(),
     )
     with torch.autocast(rows.states.device.type, enabled=False):
         if settings.loss == "lk_lambda":
@@ -116,6 +124,19 @@ def soft_linear_loss(
             call = dataclasses.replace(call, kl_shares=_kl_shares(alphas, call.rows, settings.lk_eta))
         total, *per_row = cast(tuple[Tensor, ...], _FusedLoss.apply(rows.states, weight, call))
     return RowLosses(total, *(torch.empty_like(x).scatter_(0, order, x) for x in per_row))
+
+
+@torch.no_grad()
+def label_probs(states: Tensor, weight: Tensor, labels: Tensor, chunk_elements: int) -> Tensor:
+    """The draft law's probability [rows] float32 of labels [rows] int64 at states [rows, hidden]."""
+    size = max(1, chunk_elements // len(weight))
+    product_dtype = _product_dtype(states)
+    weight = weight.to(product_dtype)
+    probs = []
+    for part, wanted in zip(states.to(product_dtype).split(size), labels.split(size), strict=True):
+        logits = nn.functional.linear(part, weight).to(_wide(product_dtype))
+        probs.append((logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(dim=-1)).exp())
+    return torch.cat(probs).float()
 
 
 @dataclass(frozen=True)
@@ -127,6 +148,7 @@ class _Call:
     settings: LossSettings
     product_dtype: torch.dtype
     kl_shares: Tensor | None  # [rows]; lk_lambda only
+    frozen: Tensor | None  # [draft_vocab, width]
 
 
 class _Results(NamedTuple):
@@ -165,7 +187,10 @@ def _scaled_grads(ctx: Any, total_grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _run(call: _Call, weight: Tensor, want_states: bool, want_weight: bool) -> _Results:
     rows, num_rows = call.rows, len(call.rows.targets)
-    product_weight = weight.to(call.product_dtype)
+    product_weight, width = weight.to(call.product_dtype), 0
+    if call.frozen is not None:
+        width = call.frozen.shape[1]
+        product_weight = torch.cat([call.frozen.to(call.product_dtype), product_weight], dim=1)
     states = rows.states.to(call.product_dtype)
     device = weight.device
     wide = _wide(states.dtype)
@@ -184,7 +209,7 @@ def _run(call: _Call, weight: Tensor, want_states: bool, want_weight: bool) -> _
             if states_grad is not None:
                 states_grad[part] = grads @ product_weight
             if weight_grad is not None:
-                weight_grad += grads.T @ states[part]
+                weight_grad += grads.T @ states[part, width:]
     return _Results(losses, entropies, alphas, top_ids, states_grad, weight_grad)
 
 
@@ -220,9 +245,7 @@ def _row_losses(call: _Call, part: slice, logits: Tensor, law: _Law, index: Tens
     q, p = log_q.exp(), law.p[index]
     alphas = torch.minimum(p, q).sum(dim=-1)
     if kind == "ce":
-        labels = call.rows.labels[part, None]
-        grads = q.scatter_add(1, labels, torch.full_like(labels, -1, dtype=q.dtype)) if want_grad else None
-        return _ChunkLoss(-log_q.gather(1, labels).squeeze(1), alphas, grads)
+        return _cross_entropy(call.rows.labels[part, None], log_q, q, alphas, want_grad)
     if kind == "kl":
         return _divergence(law, index, log_q, q, alphas, want_grad)
     if kind == "lk_alpha":
@@ -237,7 +260,18 @@ def _row_losses(call: _Call, part: slice, logits: Tensor, law: _Law, index: Tens
         losses = torch.lerp(losses, kl.losses, share)
         if grads is not None and kl.logit_grads is not None:
             grads = torch.lerp(grads, kl.logit_grads, share.unsqueeze(-1))
+    if kind == "ce_tv":
+        ce = _cross_entropy(call.rows.labels[part, None], log_q, q, alphas, want_grad)
+        losses = torch.lerp(2 * losses, ce.losses, call.settings.ce_share)
+        if grads is not None and ce.logit_grads is not None:
+            grads = torch.lerp(2 * grads, ce.logit_grads, call.settings.ce_share)
     return _ChunkLoss(losses, alphas, grads)
+
+
+def _cross_entropy(labels: Tensor, log_q: Tensor, q: Tensor, alphas: Tensor, want_grad: bool) -> _ChunkLoss:
+    """labels [rows, 1]."""
+    grads = q.scatter_add(1, labels, torch.full_like(labels, -1, dtype=q.dtype)) if want_grad else None
+    return _ChunkLoss(-log_q.gather(1, labels).squeeze(1), alphas, grads)
 
 
 def _divergence(law: _Law, index: Tensor, log_q: Tensor, q: Tensor, alphas: Tensor, want_grad: bool) -> _ChunkLoss:

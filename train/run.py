@@ -17,7 +17,7 @@ from ..heads.base import DraftHead
 from ..heads.folder import save_head
 from ..recipes.loader import Recipe
 from . import checkpoint, launch
-from .assembly import Assembly, assemble, coverage, first_difference, new_head
+from .assembly import Assembly, assemble, continued_head, coverage, first_difference, new_head
 from .checkpoint import CheckpointError, CheckpointFolder, Found, RunState
 from .data import RowReader, TrainingRows, split_documents
 from .evaluation import Validator
@@ -51,11 +51,13 @@ class FitRequest:
     recipe: Recipe
     shards: tuple[Path, ...]
     out: Path
+    start_from: Path | None = None  # a head folder; None: a fresh head
     resume: bool = False
     overwrite: bool = False
     device: str = "auto"
     dtype: str = "auto"
     allowed_packages: tuple[str, ...] = ()
+    model: str | None = None  # what a head starts from whose recipe asks for a model
     command: tuple[str, ...] = ()
 
 
@@ -74,18 +76,25 @@ def fit(request: FitRequest, listener: Listener) -> FitReport:
     if request.dtype not in ("auto", *DTYPES):
         raise ValueError(f"--dtype must be auto, float32 or bfloat16 (of the computation), found {request.dtype!r}")
     shards = ShardSet.open(request.shards)
-    assembly = assemble(request.recipe, shards, request.allowed_packages)
+    assembly = assemble(request.recipe, shards, request.allowed_packages, request.model)
     accelerator = launch.start(request.device)
     speaker = listener if accelerator.is_main_process else _Silent()
     speaker.note(launch.describe(accelerator))
+    mask_token_id = getattr(assembly.config, "mask_token_id", None)
+    if mask_token_id is not None and request.recipe.section("head").get("mask_token_id") is None:
+        speaker.note(f"the mask token is id {mask_token_id}")
 
     run = request.out / "run"
     checkpoints = CheckpointFolder(run / "checkpoints")
     launch.run_on_main(accelerator, lambda: _check_folder(request))
     found = _found(request, checkpoints, assembly, shards, speaker)
-    head = assembly.network() if found else new_head(assembly, shards)
     if found:
+        head = assembly.network()
         checkpoint.load_head_tensors(found.folder, head)
+    elif request.start_from is not None:
+        head = continued_head(assembly, request.start_from)
+    else:
+        head = new_head(assembly, shards)
     # only now: what is refused until here must not cost the head that lies there
     launch.run_on_main(accelerator, lambda: _prepare_folder(request, checkpoints))
     launch.run_on_main(
@@ -234,6 +243,7 @@ def _export(
             "serving": asdict(assembly.serving),
             "objective": asdict(assembly.objective_settings),
             "shards": _provenance(shards),
+            "started_from": None if assembly.model is None else without_paths([assembly.model.name])[0],
             "draft_vocabulary": {"size": assembly.config.draft_vocab_size, "coverage": covered},
             "metrics": {
                 "steps": result.step,

@@ -16,7 +16,10 @@ class OptimizerSettings:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    clip_norm: float = 0.5
+    clip_norm: float | None = 0.5
+    """The largest norm of the whole gradient."""
+    clip_value: float | None = None
+    """The largest magnitude of each of its elements."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_share: float = 0.015
     warmup_steps: int | None = None
@@ -24,7 +27,14 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         _require(self.lr > 0, "optimizer.lr", "above 0", self.lr)
-        _require(self.clip_norm > 0, "optimizer.clip_norm", "above 0", self.clip_norm)
+        for name in ("clip_norm", "clip_value"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"optimizer.{name}", "above 0 or null", value)
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise SettingsError(
+                f"a gradient is clipped by norm or by value, found optimizer.clip_norm={self.clip_norm} and "
+                f"optimizer.clip_value={self.clip_value}; set one of them to null"
+            )
         _require(0 <= self.warmup_share < 1, "optimizer.warmup_share", "at least 0 and below 1", self.warmup_share)
         _require(0 <= self.final_lr_share <= 1, "optimizer.final_lr_share", "between 0 and 1", self.final_lr_share)
         if self.warmup_steps is not None:

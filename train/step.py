@@ -4,6 +4,7 @@ The gradient of a step is the plain sum of its micro-batches' gradients over all
 average is multiplied back, so neither the split nor the number of processes changes it.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from ..heads.target_tensors import TargetTensors
 from .batch import TrainBatch
 from .data import StepPlan
 from .objectives.base import LossOutput, Objective
-from .settings import OptimizerSettings
+from .settings import OptimizerSettings, SettingsError
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 
@@ -74,10 +75,15 @@ class Stepper:
         self.accelerator, self.module, self.target, self.settings = accelerator, module, target, optimizer
         self.sharded = accelerator.distributed_type == DistributedType.DEEPSPEED
         if self.sharded:
+            if optimizer.clip_value is not None:
+                raise SettingsError(
+                    f"DeepSpeed clips by norm only, found optimizer.clip_value={optimizer.clip_value}; set it to null "
+                    f"and optimizer.clip_norm instead, or train without DeepSpeed"
+                )
             plugin: Any = accelerator.state.deepspeed_plugin
             plugin.deepspeed_config.update(
                 {
-                    "gradient_clipping": optimizer.clip_norm,
+                    "gradient_clipping": optimizer.clip_norm or 0.0,
                     "train_micro_batch_size_per_gpu": micro_batch_size,
                     "gradient_accumulation_steps": 1,
                 }
@@ -140,11 +146,14 @@ class Stepper:
             if not torch.isfinite(norm):
                 raise NonFiniteError("the gradient is not finite, and DeepSpeed has applied it")
             return norm
-        norm = nn.utils.clip_grad_norm_(self.module.head.parameters(), self.settings.clip_norm)
+        parameters = list(self.module.head.parameters())
+        norm = nn.utils.clip_grad_norm_(parameters, self.settings.clip_norm or math.inf)
         # the summed gradient is the same everywhere, so every process decides alike
         if not torch.isfinite(norm):
             self.optimizer.zero_grad()
             raise NonFiniteError("the gradient is not finite")
+        if self.settings.clip_value is not None:
+            nn.utils.clip_grad_value_(parameters, self.settings.clip_value)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm

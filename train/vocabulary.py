@@ -1,4 +1,4 @@
-"""The draft vocabulary: which target ids a head can propose.
+"""The draft vocabulary: which target ids a head can propose, and which id stands for a token not known yet.
 
 Counted over supervised tokens only, because a drafter never has to propose prompt tokens. Built once when a head is
 created; a resumed or warm-started head keeps the map it was trained with.
@@ -67,3 +67,25 @@ def forced_token_ids(tokenizer: Any, end_ids: Iterable[int], counts: Tensor) -> 
     forced |= {i for i, token in tokenizer.added_tokens_decoder.items() if _MARKER.search(str(token))}
     forced |= {i for token, i in tokenizer.get_vocab().items() if _BYTE.match(token)}
     return forced
+
+
+def spare_token_id(tokenizer: Any, end_ids: Iterable[int], counts: Tensor) -> int:
+    """An id to stand for tokens that are not known yet: one that drafted text, `counts` [vocab] int64, never uses.
+
+    In this order: the tokenizer's mask token, the first row beyond the tokenizer, a special token that neither text nor
+    template uses, any other unused id; of several the last. Raises VocabularyError where none is left.
+    """
+    vocab = len(counts)
+    used = {int(i) for i in counts.nonzero()} | set(end_ids)
+    candidates: list[int] = []
+    if tokenizer is not None:
+        template = str(getattr(tokenizer, "chat_template", None) or "")
+        added = tokenizer.added_tokens_decoder
+        used |= {i for i, token in added.items() if str(token) in template}
+        candidates += [] if tokenizer.mask_token_id is None else [tokenizer.mask_token_id]
+        candidates += [len(tokenizer), *sorted((i for i, token in added.items() if token.special), reverse=True)]
+    candidates += range(vocab - 1, -1, -1)
+    spare = next((i for i in candidates if i < vocab and i not in used), None)
+    if spare is None:
+        raise VocabularyError("expected an id that no text uses for the mask token, found none; set head.mask_token_id")
+    return spare

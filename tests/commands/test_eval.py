@@ -162,11 +162,11 @@ def test_a_file_in_the_way_of_the_report_is_named_at_once(model, prompts, tmp_pa
 def test_sampling_options_reach_the_engine(model, head, prompts, monkeypatch, tmp_path) -> None:
     seen = {}
 
-    def stop(method, name, some, params, k, options, *rest):
+    def stop(method, k, name, some, params, options, *rest):
         seen.update(params=params, k=k, options=options, count=len(some))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(eval_command, "_measure", stop)
+    monkeypatch.setattr(eval_command, "_work", stop)
     flags = "--temperature 0.7 --top-k 11 --top-p 0.9 --seed 5 --max-new-tokens 9 --num-draft-tokens 4 --batch-size 3"
     flags += f" --limit 2 --ignore-eos --draft-sampling probabilistic --num-blocks 77 --out {tmp_path / 'x'}"
     flags += " --min-p 0.1 --repetition-penalty 1.2 --presence-penalty 0.3 --frequency-penalty -0.4 --stop w1 --stop w2"

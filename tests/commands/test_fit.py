@@ -55,7 +55,7 @@ def test_a_training_prints_its_predicted_acceptance_length(
         (["--device", "tpu"], "--device must be auto, cpu or cuda"),
         (["--dtype", "float16"], "--dtype must be"),
         (["--shards", "/nowhere"], "no such folder"),
-        (["--recipe", "eagle4"], "did you mean eagle3"),
+        (["--recipe", "eagle33"], "did you mean eagle3"),
     ],
 )
 def test_bad_input_is_one_line_and_code_two(

@@ -8,6 +8,21 @@ from spectrain.infer.planes import Planes
 from spectrain.infer.proposers.base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
 
 
+def keep_drafts(proposer: Proposer) -> dict[tuple[int, int], list[int]]:
+    """Everything a proposer drafts from now on, by request and number of known tokens."""
+    found: dict[tuple[int, int], list[int]] = {}
+    propose = proposer.propose
+
+    def keep(step: DraftStep) -> Drafts:
+        drafts = propose(step)
+        for i, (request, length) in enumerate(zip(step.request_ids, step.seq_lens.tolist(), strict=True)):
+            found[request, length] = drafts.token_ids[i, : drafts.lengths[i]].tolist()
+        return drafts
+
+    proposer.propose = keep
+    return found
+
+
 class RecordingProposer(Proposer):
     """Proposes nothing and keeps every row it was shown, per request, in the order of arrival."""
 

@@ -9,13 +9,12 @@ from spectrain.infer.costs import StepCosts
 from spectrain.infer.draft_policy import DraftPolicy, draft_widths
 from spectrain.infer.drafting import SurvivalEstimator
 from spectrain.infer.engine import Engine, EngineConfig
-from spectrain.infer.proposers.eagle3 import Eagle3Proposer
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
+from spectrain.tests.fresh import fresh_proposer
 from spectrain.tests.infer import test_engine_law as law
 from spectrain.tests.infer.proposers import LawProposer, NoisyOracle, ScriptedProposer
-from spectrain.tests.infer.test_eagle3_proposer import head_of
 from spectrain.tests.models import rand_llama
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -56,7 +55,7 @@ def plain(target, prompts) -> list[list[int]]:
 def proposer_of(name: str, target: Target, prompts, plain):
     texts = [prompt + tokens + [0] * 8 for prompt, tokens in zip(prompts, plain, strict=True)]
     if name == "eagle3":
-        return Eagle3Proposer(head_of(target), target.tensors(), 4)
+        return fresh_proposer("eagle3", target, 4)
     if name == "scripted":
         return ScriptedProposer({n: [n % 97, -1, 5][: n % 4] for n in range(200)}, 4)
     return NoisyOracle(texts, 4, 0.2, target.vocab_size)
@@ -197,7 +196,7 @@ def test_joint_law_of_three_tokens(toy, name, credulous):
     proposer = {
         "law": lambda: LawProposer(peaked_law(), 3),
         "sampled drafts as point masses": lambda: LawProposer(peaked_law(), 3, point_mass=True),
-        "eagle3": lambda: law.eagle3(toy, law.VOCAB),
+        "eagle3": lambda: law.eagle3(toy),
         "eagle3, reduced vocabulary": lambda: law.eagle3(toy, 3),
     }[name]()
     # an untrained head is nearly undecided at temperature 1
@@ -252,7 +251,7 @@ def test_the_size_of_a_step_does_not_follow_the_drafts_it_verifies(toy, peeks, c
 
 def test_a_dropped_draft_is_not_drawn_again_with_the_same_noise(target):
     """Its successors' confidence told about its token; the same noise at the same position would draw it again."""
-    proposer = Eagle3Proposer(head_of(target), target.tensors(), 3, "probabilistic")
+    proposer = fresh_proposer("eagle3", target, 3, "probabilistic")
     logits = torch.zeros(1, 97)
     step = {"seeds": torch.tensor([5]), "temperature": torch.ones(1)}
     draws = [int(proposer._draw(logits, _step(known, **step), k)[0]) for known, k in ((10, 2), (11, 1), (12, 0))]

@@ -9,12 +9,11 @@ from torch.utils._pytree import tree_leaves
 
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.graphs import GraphCache
-from spectrain.infer.proposers.eagle3 import Eagle3Proposer
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
 from spectrain.kernels import reference
-from spectrain.tests.infer.test_eagle3_proposer import head_of
+from spectrain.tests.fresh import fresh_proposer
 from spectrain.tests.models import rand_llama
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +33,7 @@ def texts(count: int) -> list[list[int]]:
 
 def decode(target: Target, k: int, temperature: float, **changes) -> list[list[int]]:
     sampling = "probabilistic" if temperature else "greedy"
-    proposer = Eagle3Proposer(head_of(target).cuda(), target.tensors(), k, sampling) if k else NoneProposer()
+    proposer = fresh_proposer("eagle3", target, k, sampling) if k else NoneProposer()
     engine = Engine(target, proposer, dataclasses.replace(CONFIG, num_draft_tokens=k, **changes))
     params = [
         SamplingParams(temperature=temperature, seed=i, max_tokens=5 + 9 * (i % 5), stop_token_ids=(11, 42))
@@ -62,7 +61,7 @@ def test_adaptive_drafting_changes_nothing_in_float32(target, k, eager):
 
 
 def test_adaptive_drafting_measures_every_size_it_chooses_from(target):
-    proposer = Eagle3Proposer(head_of(target).cuda(), target.tensors(), 5)
+    proposer = fresh_proposer("eagle3", target, 5)
     engine = Engine(target, proposer, dataclasses.replace(CONFIG, num_draft_tokens=5, draft_policy="adaptive"))
     assert engine.runner.policy is not None
     costs = engine.runner.policy.costs

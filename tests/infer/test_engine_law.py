@@ -6,16 +6,16 @@ import math
 import pytest
 import torch
 
-from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head
 from spectrain.infer.engine import Engine, EngineConfig
-from spectrain.infer.proposers.eagle3 import Eagle3Proposer
+from spectrain.infer.proposers.base import Proposer
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
+from spectrain.tests.fresh import fresh_proposer
 from spectrain.tests.infer.proposers import LawProposer
 from spectrain.tests.models import COMMON, build
 
-VOCAB, DEPTH, SAMPLES, PROMPT = 5, 3, 4000, [3, 1, 4]
+VOCAB, DEPTH, SAMPLES, PROMPT = 5, 3, 2500, [3, 1, 4]
 CONFIG = EngineConfig(num_draft_tokens=3, num_blocks=2000, block_size=4, max_batch_tokens=4096, max_batch_size=512)
 
 
@@ -28,14 +28,14 @@ def target() -> Target:
     return Target.from_model(model())
 
 
-def exact_law(params: SamplingParams) -> dict[tuple[int, ...], float]:
+def exact_law(params: SamplingParams, prompt: list[int] = PROMPT) -> dict[tuple[int, ...], float]:
     """Joint law of the first DEPTH tokens, by full forwards; top-k by hand."""
     lone, law = model(), {(): 1.0}
     for _ in range(DEPTH):
         longer = {}
         for known, p in law.items():
             with torch.no_grad():
-                logits = lone(input_ids=torch.tensor([PROMPT + list(known)]), use_cache=False).logits[0, -1]
+                logits = lone(input_ids=torch.tensor([prompt + list(known)]), use_cache=False).logits[0, -1]
             logits = logits.double() / params.temperature
             if params.top_k:
                 logits[logits < logits.topk(params.top_k).values[-1]] = -math.inf
@@ -67,22 +67,16 @@ def bigram_law(seed: int = 0) -> torch.Tensor:
     return torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)).softmax(-1)
 
 
-def eagle3(target: Target, draft_vocab: int) -> Eagle3Proposer:
-    config = Eagle3Config.derive(target.facts, {"layer_ids": [0, 1, 2], "draft_vocab_size": draft_vocab})
-    head, tensors = Eagle3Head(config), target.tensors()
-    if draft_vocab < VOCAB:
-        head.set_draft_vocab(torch.tensor([0, 2, 4])[:draft_vocab])
-    head.initialise(tensors, torch.Generator().manual_seed(0))
-    return Eagle3Proposer(head, tensors, 3, "probabilistic")
-
-
 PROPOSERS = {
     "law": lambda target: LawProposer(bigram_law(), 3),
     "sampled drafts as point masses": lambda target: LawProposer(bigram_law(), 3, point_mass=True),
-    "eagle3, probabilistic": lambda target: eagle3(target, VOCAB),
-    "eagle3, reduced vocabulary": lambda target: eagle3(target, 3),
+    "a head": lambda target: eagle3(target),
     "none": lambda target: NoneProposer(),
 }
+
+
+def eagle3(target: Target, draft_vocab_size: int = VOCAB) -> Proposer:
+    return fresh_proposer("eagle3", target, 3, "probabilistic", draft_vocab_size=draft_vocab_size)
 
 
 @pytest.mark.parametrize("name", PROPOSERS)
@@ -120,12 +114,12 @@ def test_the_law_test_sees_a_wrong_law(target):
 def test_a_seed_decides_a_requests_tokens_whatever_its_neighbours(target, batch):
     prompts = [PROMPT, [1, 2], [4], [0, 3, 2, 1], [2, 2], [1], [3, 3, 3]]
     params = [SamplingParams(max_tokens=12, temperature=1.0, seed=100 + i) for i in range(7)]
-    proposer = eagle3(target, VOCAB)
+    proposer = eagle3(target)
     together = Engine(target, proposer, CONFIG).generate(prompts, params)
     config = EngineConfig(num_draft_tokens=3, num_blocks=40, block_size=4, max_batch_size=batch)
-    alone = Engine(target, eagle3(target, VOCAB), config).generate(prompts, params)
+    alone = Engine(target, eagle3(target), config).generate(prompts, params)
     assert [o.token_ids for o in together] == [o.token_ids for o in alone]
-    other = Engine(target, eagle3(target, VOCAB), config).generate(
+    other = Engine(target, eagle3(target), config).generate(
         prompts, [SamplingParams(max_tokens=12, temperature=1.0, seed=200 + i) for i in range(7)]
     )
     assert [o.token_ids for o in other] != [o.token_ids for o in alone]

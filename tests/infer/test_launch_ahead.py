@@ -8,12 +8,11 @@ import torch
 from spectrain.infer import runner
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.graphs import RecordingError
-from spectrain.infer.proposers.eagle3 import Eagle3Proposer
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.request import FinishReason
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
-from spectrain.tests.infer.test_eagle3_proposer import head_of
+from spectrain.tests.fresh import fresh_proposer
 from spectrain.tests.models import rand_llama
 
 CONFIG = EngineConfig(num_blocks=200, block_size=4, max_batch_tokens=64, max_batch_size=8)
@@ -38,7 +37,7 @@ def settings(count: int, temperature: float) -> list[SamplingParams]:
 
 
 def engine_of(target: Target, k: int, sampling: str = "greedy", **changes) -> Engine:
-    proposer = Eagle3Proposer(head_of(target), target.tensors(), k, sampling) if k else NoneProposer()
+    proposer = fresh_proposer("eagle3", target, k, sampling) if k else NoneProposer()
     return Engine(target, proposer, dataclasses.replace(CONFIG, num_draft_tokens=k, **changes))
 
 

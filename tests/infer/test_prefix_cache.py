@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.proposers.base import DraftStep
 from spectrain.infer.proposers.eagle3 import Eagle3Proposer
@@ -14,9 +13,10 @@ from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.scoring import score_rows
 from spectrain.infer.target import Target
+from spectrain.tests.fresh import loud_head, tiny_head_config
 from spectrain.tests.infer.block_invariants import WatchedEngine
 from spectrain.tests.infer.proposers import RecordingProposer
-from spectrain.tests.models import lone_forward, rand_llama, randomise
+from spectrain.tests.models import lone_forward, rand_llama
 
 K = 3
 CONFIG = EngineConfig(num_draft_tokens=K, num_blocks=200, block_size=4, max_batch_tokens=64, max_batch_size=4)
@@ -41,11 +41,9 @@ class Logged(Eagle3Proposer):
     """Keeps the draft logits by (request, known tokens, draft)."""
 
     def __init__(self, target: Target, *, blind: bool = False) -> None:
-        head = Eagle3Head(Eagle3Config.derive(target.facts, {"draft_vocab_size": 97, "layer_ids": [0, 1, 2]}))
         tensors = target.tensors()
-        head.initialise(tensors, torch.Generator().manual_seed(0))
-        randomise(head, seed=0)  # a fresh head hardly attends
-        super().__init__(head, tensors, K)
+        # a fresh head hardly attends
+        super().__init__(loud_head(tiny_head_config("eagle3", target.facts), tensors, random_norms=True), tensors, K)
         if blind:
             self.requirements = dataclasses.replace(self.requirements, next_token=False)
         self.logits: dict[tuple[int, int, int], torch.Tensor] = {}

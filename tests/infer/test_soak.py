@@ -18,19 +18,18 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.losslessness import Generation, Losslessness, check_sampled
 from spectrain.infer.proposers.base import Drafts, DraftStep, Proposer
-from spectrain.infer.proposers.eagle3 import Eagle3Proposer
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.request import FinishReason, RequestOutput
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.scoring import apply_settings
 from spectrain.infer.target import Target
+from spectrain.tests.fresh import loud_proposer
 from spectrain.tests.infer.block_invariants import WatchedEngine
 from spectrain.tests.infer.proposers import RecordingProposer
-from spectrain.tests.models import rand_llama, randomise, succ_llama
+from spectrain.tests.models import rand_llama, succ_llama
 
 K = 3
 TIGHT = EngineConfig(num_draft_tokens=K, num_blocks=30, block_size=4, max_batch_tokens=24, max_batch_size=8)
@@ -112,11 +111,8 @@ def check_equal(outputs: list[RequestOutput], expected: list[RequestOutput], ite
     return whole
 
 
-def eagle3(target: Target) -> Eagle3Proposer:
-    head = Eagle3Head(Eagle3Config.derive(target.facts, {"draft_vocab_size": 97, "layer_ids": [0, 1, 2]}))
-    head.initialise(target.tensors(), torch.Generator().manual_seed(0))
-    randomise(head, seed=0)
-    return Eagle3Proposer(head, target.tensors(), K, "probabilistic")
+def eagle3(target: Target) -> Proposer:
+    return loud_proposer("eagle3", target, K, "probabilistic")
 
 
 def greedy_soak(count: int, *, launch_ahead: bool) -> None:

@@ -74,7 +74,7 @@ def test_greedy_output_does_not_depend_on_the_rule(target):
     prompts = [[1, 2], PROMPT, [4], [0, 0, 3]]
     plain = Engine(target, NoneProposer(), dataclasses.replace(CONFIG, num_draft_tokens=0)).generate(prompts, params)
     for config in (CONFIG, BLOCK):
-        drafted = Engine(target, eagle3(target, VOCAB), config).generate(prompts, params)
+        drafted = Engine(target, eagle3(target), config).generate(prompts, params)
         assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]
 
 

@@ -24,10 +24,11 @@ def dense_row(
         first = max(0, position - int(options["window"]) + 1)
     if options.get("chunk"):
         first = max(first, position - position % int(options["chunk"]))
+    last = position if options.get("causal", True) else len(keys) - 1
     per_key = query.shape[0] // keys.shape[1]
     rows = []
     for head in range(query.shape[0]):
-        k, v = keys[first : position + 1, head // per_key], values[first : position + 1, head // per_key]
+        k, v = keys[first : last + 1, head // per_key], values[first : last + 1, head // per_key]
         scores = k.double() @ query[head].double() * scale
         if options.get("softcap"):
             scores = options["softcap"] * torch.tanh(scores / options["softcap"])
@@ -101,6 +102,8 @@ MIXED = ([1, 23, 5, 1, 17, 1], [50, 23, 37, 1, 64, 16])  # decode, prefill, veri
         pytest.param({"chunk": 10}, id="chunk"),
         pytest.param({"softcap": 1.5}, id="softcap"),
         pytest.param({"softcap": 5.0, "window": 4}, id="softcap-window"),
+        pytest.param({"causal": False}, id="both-ways"),
+        pytest.param({"causal": False, "window": 9}, id="both-ways-window"),
     ],
 )
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])

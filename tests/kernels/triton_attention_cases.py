@@ -19,6 +19,8 @@ OPTIONS = {
     "window": {"window": 7},
     "chunk-softcap": {"chunk": 50, "softcap": 2.0},
     "sinks": {"sinks": True, "window": 45},
+    "both-ways": {"causal": False},
+    "both-ways-window": {"causal": False, "window": 7},
 }
 WIDE = [(64, 64), (192, 128), (256, 256), (576, 512)]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -132,7 +134,7 @@ def test_equals_twin_over_serving_widths(
     torch.testing.assert_close(found[0].double(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [name for name in OPTIONS if OPTIONS[name].get("causal", True)])
 def test_bits_of_a_row_depend_on_its_request_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = OPTIONS[name]
     serving = DEVICE == "cuda"

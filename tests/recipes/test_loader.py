@@ -93,7 +93,7 @@ def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
 
 def test_an_unknown_recipe_suggests_the_nearest() -> None:
     with pytest.raises(RecipeError, match="did you mean eagle3"):
-        load_recipe("eagle")
+        load_recipe("eagle33")
 
 
 def test_build_converts_and_refuses() -> None:
@@ -115,20 +115,24 @@ def test_check_fields_takes_only_allowed_names() -> None:
         check_fields(Settings, {"lr": 2.0}, "s", ["steps"])
 
 
-def test_shipped_recipes_load_into_the_settings_that_read_them() -> None:
-    from spectrain.train.objectives.eagle3 import Eagle3Settings
+@pytest.mark.parametrize("name", recipe_names())
+def test_shipped_recipes_load_into_the_settings_that_read_them(name: str) -> None:
+    import typing
+    from dataclasses import fields
+
+    from spectrain.heads.resolve import resolve
     from spectrain.train.settings import DataSettings, OptimizerSettings, ServingSettings, StoppingSettings
 
+    recipe = load_recipe(name)
+    config = resolve(recipe.section("head")["config"])
+    objective = resolve(config.objective)
     classes = {
-        "objective": Eagle3Settings,
+        "objective": typing.get_type_hints(objective.__init__)["settings"],
         "optimizer": OptimizerSettings,
         "data": DataSettings,
         "stopping": StoppingSettings,
         "serving": ServingSettings,
     }
-    for name in recipe_names():
-        recipe = load_recipe(name)
-        if recipe.section("head")["config"] != "spectrain.heads.eagle3:Eagle3Config":
-            continue
-        for section, cls in classes.items():
-            build(cls, recipe.section(section), section)
+    for section, cls in classes.items():
+        build(cls, recipe.section(section), section)
+    assert recipe.section("head").keys() - {"config"} <= {field.name for field in fields(config)}

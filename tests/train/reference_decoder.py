@@ -1,9 +1,13 @@
-"""An EAGLE-3 drafter written from the paper and the checkpoint's tensor names: one row at a time, a growing cache."""
+"""EAGLE drafters written from the papers and the checkpoints' tensor names: one row at a time, a growing cache."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from spectrain.heads.eagle3 import Eagle3Head
+from spectrain.heads.decoder import DecoderHead
+from spectrain.heads.eagle import EagleHead
+from spectrain.heads.peagle import PEagleHead
 from spectrain.heads.target_tensors import TargetTensors
 
 
@@ -23,14 +27,15 @@ def rope(x: Tensor, position: int, theta: float) -> Tensor:
 
 
 class ReferenceDecoder:
-    """Holds a cache of (k, v) per layer; `row` runs one token and appends to it."""
+    """EAGLE-3. Holds a cache of (k, v) per layer; `row` runs one token and appends to it."""
 
-    def __init__(self, head: Eagle3Head, target: TargetTensors) -> None:
-        self.c, self.w, self.target = head.config, head.state_dict(), target
+    def __init__(self, head: DecoderHead, target: TargetTensors) -> None:
+        self.c: Any = head.config
+        self.w, self.target = head.state_dict(), target
         self.cache: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(self.c.num_layers)]
 
     def fork(self) -> "ReferenceDecoder":
-        twin = object.__new__(ReferenceDecoder)
+        twin = object.__new__(type(self))
         twin.c, twin.w, twin.target = self.c, self.w, self.target
         twin.cache = [list(layer) for layer in self.cache]
         return twin
@@ -45,6 +50,10 @@ class ReferenceDecoder:
         if self.c.norm_before_fc:
             wide = rms(wide, self.w["input_norm.weight"], eps)
         return self.w["fc.weight"] @ wide
+
+    def draft_row(self, token_id: int, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """`row` for a draft: the token was drafted, the state is the head's own."""
+        return self.row(token_id, state, position)
 
     def row(self, token_id: int, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
         """Draft logits [draft_vocab] and the state the next step is conditioned on."""
@@ -67,15 +76,21 @@ class ReferenceDecoder:
             x = torch.cat([rms(embed, w("input_layernorm"), eps), hidden])
         else:
             x = rms(state, w("input_layernorm"), eps)
+        return self._mix(layer, residual, x, position)
+
+    def _mix(self, layer: int, residual: Tensor, x: Tensor, position: int) -> Tensor:
+        def w(name: str) -> Tensor:
+            return self.w[f"layers.{layer}.{name}.weight"]
+
         state = residual + self._attention(layer, x, position, w)
-        x = rms(state, w("post_attention_layernorm"), eps)
+        x = rms(state, w("post_attention_layernorm"), self.c.rms_norm_eps)
         gate = w("mlp.gate_proj") @ x
         return state + w("mlp.down_proj") @ (gate * torch.sigmoid(gate) * (w("mlp.up_proj") @ x))
 
     def _attention(self, layer: int, x: Tensor, position: int, w) -> Tensor:
         dim, eps, theta = self.c.head_dim, self.c.rms_norm_eps, self.c.rope_parameters["rope_theta"]
         q, k, v = ((w(f"self_attn.{name}_proj") @ x).view(-1, dim) for name in "qkv")
-        if self.c.layer_style == "qwen3":
+        if getattr(self.c, "layer_style", "llama") == "qwen3":
             q, k = rms(q, w("self_attn.q_norm"), eps), rms(k, w("self_attn.k_norm"), eps)
         self.cache[layer].append((rope(k, position, theta), v))
         q = rope(q, position, theta)
@@ -88,26 +103,58 @@ class ReferenceDecoder:
         return w("self_attn.o_proj") @ torch.cat(out)
 
 
+class EagleDecoder(ReferenceDecoder):
+    """EAGLE: fc over embedding and state, no norm before the first layer and none behind the last."""
+
+    def true_state(self, aux: Tensor) -> Tensor:
+        norm = self.target.norm
+        return aux[-1] if norm.weight is None else rms(aux[-1], norm.weight, norm.eps)
+
+    def row(self, token_id: int, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        state = self.w["fc.weight"] @ torch.cat([self.target.embed_tokens[token_id], state])
+        if self.c.fc_bias:
+            state = state + self.w["fc.bias"]
+        for layer in range(self.c.num_layers):
+            x = state
+            if layer > 0:
+                x = rms(state, self.w[f"layers.{layer}.input_layernorm.weight"], self.c.rms_norm_eps)
+            state = self._mix(layer, state, x, position)
+        return self.target.lm_head @ state, state
+
+
+class PEagleDecoder(ReferenceDecoder):
+    """P-EAGLE: drafts know neither token nor state."""
+
+    def draft_row(self, token_id: int, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        stand_in = self.true_state(self.w["mask_hidden"].view(len(self.c.layer_ids), -1))
+        return self.row(self.c.mask_token_id, stand_in, position)
+
+
+def decoder_of(head: DecoderHead, target: TargetTensors) -> ReferenceDecoder:
+    kinds = {EagleHead: EagleDecoder, PEagleHead: PEagleDecoder}
+    return kinds.get(type(head), ReferenceDecoder)(head, target)
+
+
 @torch.no_grad()
-def teacher_forced(head: Eagle3Head, target: TargetTensors, token_ids: Tensor, aux: Tensor, steps: int) -> dict:
+def teacher_forced(head: DecoderHead, target: TargetTensors, token_ids: Tensor, aux: Tensor, steps: int) -> dict:
     """(t, k) -> draft logits for one document; the tokens after the bonus token are the text's own."""
-    found, decoder = {}, ReferenceDecoder(head, target)
+    found, decoder = {}, decoder_of(head, target)
     for t in range(len(token_ids) - 1):
         logits, state = decoder.row(int(token_ids[t + 1]), decoder.true_state(aux[t]), t)
         found[t, 0] = logits
         draft = decoder.fork()
         for k in range(1, min(steps, len(token_ids) - 1 - t)):
-            logits, state = draft.row(int(token_ids[t + 1 + k]), state, t + k)
+            logits, state = draft.draft_row(int(token_ids[t + 1 + k]), state, t + k)
             found[t, k] = logits
     return found
 
 
 @torch.no_grad()
 def accepted_drafts(
-    head: Eagle3Head, target: TargetTensors, token_ids: Tensor, aux: Tensor, row: int, num_drafts: int
+    head: DecoderHead, target: TargetTensors, token_ids: Tensor, aux: Tensor, row: int, num_drafts: int
 ) -> int:
     """Greedy drafts from `row` that equal the text, up to the first miss; the text is the target's own output."""
-    decoder = ReferenceDecoder(head, target)
+    decoder = decoder_of(head, target)
     for t in range(row + 1):
         logits, state = decoder.row(int(token_ids[t + 1]), decoder.true_state(aux[t]), t)
     ids = head.draft_to_target()
@@ -116,5 +163,5 @@ def accepted_drafts(
         token = best if ids is None else int(ids[best])
         if token != int(token_ids[row + 2 + k]):
             return k
-        logits, state = decoder.row(token, state, row + k + 1)
+        logits, state = decoder.draft_row(token, state, row + k + 1)
     return num_drafts

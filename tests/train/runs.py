@@ -60,12 +60,18 @@ def run(
     overwrite: bool = False,
     listener: Recorder | None = None,
     base: Sequence[str] = SMALL,
+    recipe: str = "eagle3",
 ) -> FitReport:
     """Trains in this process on the CPU."""
     folders = (shards,) if isinstance(shards, Path) else tuple(shards)
-    recipe = load_recipe("eagle3", [*base, *changes])
     request = FitRequest(
-        recipe=recipe, shards=folders, out=out, resume=resume, overwrite=overwrite, device="cpu", command=("spectrain",)
+        recipe=load_recipe(recipe, [*base, *changes]),
+        shards=folders,
+        out=out,
+        resume=resume,
+        overwrite=overwrite,
+        device="cpu",
+        command=("spectrain",),
     )
     return fit(request, listener or Recorder())
 

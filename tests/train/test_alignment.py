@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from spectrain.tests.train.toys import Document, make_head, pack, random_document, random_target, tiny_config
+from spectrain.tests.fresh import loud_head
+from spectrain.tests.train.toys import Document, pack, random_document, random_target, tiny_config
 from spectrain.train import alignment
 from spectrain.train.batch import TrainBatch
 from spectrain.train.objectives.eagle3 import Eagle3Objective, Eagle3Settings
@@ -90,7 +91,7 @@ def test_gradient_reaches_the_draft_logits_of_supervised_rows_only():
     """Prompt of 4, answer of 3: row p reads token p+1 and is trained on p+2, so rows 3 and 4, then row 3 alone."""
     generator = torch.Generator().manual_seed(0)
     config, target = tiny_config(), random_target(16, 16)
-    head = make_head(config, target)
+    head = loud_head(config, target)
     captured = []
 
     def keep(_module, _inputs, output):

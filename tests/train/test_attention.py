@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spectrain.train import attention
-from spectrain.train.attention import UnrolledAttend, choose_backend
+from spectrain.train.attention import ParallelAttend, UnrolledAttend, choose_backend
 
 DOCUMENTS = {
     "one": [[0] * 7, [1] * 7],
@@ -111,6 +111,37 @@ def test_flex_mask_and_log_sum_exp_agree_with_dense(monkeypatch: pytest.MonkeyPa
         for qkv in inputs(3, kv_heads=2):
             plain = [x.detach() for x in qkv]
             torch.testing.assert_close(flex(0, *plain), dense(0, *plain), atol=1e-5, rtol=1e-5)
+
+
+def test_flex_and_dense_agree_on_parallel_draft_rows(monkeypatch: pytest.MonkeyPatch):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(attention, "_compiled_flex", lambda: flex_attention)
+    document_ids = torch.tensor([[0, 0, 0, 1, 1, -1], [0, 0, 0, 0, 0, 0]], dtype=torch.int32)
+    line = (torch.tensor([0, 1, 1, 3, 7, 7, 7]), torch.tensor([1, 1, 2, 1, 1, 2, 3]))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(12 + 7, heads, 8, generator=generator) for heads in (4, 2, 2))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found, expected = (ParallelAttend(document_ids, *line, 3, backend)(0, q, k, v) for backend in ("flex", "dense"))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+def test_flex_equals_dense_on_cuda_for_parallel_draft_rows_in_value_and_gradient():
+    document_ids = (torch.arange(200, device="cuda") // 50).to(torch.int32).repeat(2, 1)
+    from_rows = torch.arange(0, 400, 3, device="cuda").repeat_interleave(3)
+    steps = torch.arange(1, 4, device="cuda").repeat(len(from_rows) // 3)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(400 + len(steps), heads, 16) for heads in (4, 2, 2)]
+    qkv = [torch.randn(shape, generator=generator).cuda().requires_grad_() for shape in shapes]
+    results = []
+    for backend in ("flex", "dense"):
+        out = ParallelAttend(document_ids, from_rows, steps, 3, backend)(0, *qkv)
+        results.append([out, *torch.autograd.grad(out.square().sum(), qkv)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.gpu

@@ -132,6 +132,42 @@ def test_order_does_not_depend_on_the_number_of_processes(shards: ShardSet, worl
         assert tokens == sum(int((b.document_ids >= 0).sum()) for b in plan.micro_batches)
 
 
+def test_what_is_drawn_for_a_document_follows_it_and_changes_with_epoch_and_seed(shards: ShardSet) -> None:
+    def seeds(seed: int, length: int, epoch: int) -> dict[int, int]:
+        data = DataSettings(sequence_length=length, batch_size=3, validation_share=0.0, seed=seed)
+        rows = TrainingRows(RowReader(shards, (1,), False, length), torch.arange(shards.num_documents), data, 0, 1)
+        found: dict[int, int] = {}
+        for at in range(rows.steps_per_epoch * epoch, rows.steps_per_epoch * (epoch + 1)):
+            plan, *batches = rows.stream(at, at + 1)
+            assert isinstance(plan, StepPlan)
+            parts = [
+                batch.document_seeds[b][batch.document_ids[b] == number].unique()
+                for batch in batches
+                for b, ids in enumerate(batch.document_ids)
+                for number in range(int(ids.max()) + 1)
+            ]
+            assert all(len(part) == 1 for part in parts)
+            found |= dict(zip(plan.documents, (int(part) for part in parts), strict=True))
+        return found
+
+    first = seeds(7, 32, 0)
+    assert sorted(first) == list(range(shards.num_documents)) and len(set(first.values())) == len(first)
+    assert seeds(7, 64, 0) == first
+    for other in (seeds(7, 32, 1), seeds(8, 32, 0)):
+        assert not set(other.values()) & set(first.values())
+
+
+def test_a_last_state_that_is_an_aux_state_too_is_read_once(shards: ShardSet) -> None:
+    last = LAYERS[-1]
+    both = RowReader(shards, (1, last), True, 32)
+    batch = both.fill(both.ids([[0, 1]]), [[0, 1]])
+    apart = RowReader(shards, (1,), True, 32)
+    expected = apart.fill(apart.ids([[0, 1]]), [[0, 1]])
+    assert batch.final_states is not None and expected.final_states is not None
+    assert torch.equal(batch.final_states, expected.final_states)
+    assert batch.final_states.data_ptr() == batch.aux_states[:, :, 1].data_ptr()
+
+
 def test_the_stream_interleaves_plans_and_their_batches(shards: ShardSet) -> None:
     data = DataSettings(sequence_length=32, batch_size=4, micro_batch_size=2, validation_share=0.0)
     rows = TrainingRows(RowReader(shards, (1,), True, 32), torch.arange(shards.num_documents), data, 0, 1)

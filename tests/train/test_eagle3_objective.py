@@ -9,12 +9,12 @@ from torch import Tensor
 
 from spectrain.heads.eagle3 import Eagle3Head
 from spectrain.heads.target_tensors import FinalNorm, TargetTensors
+from spectrain.tests.fresh import loud_head
 from spectrain.tests.train.reference_decoder import teacher_forced
 from spectrain.tests.train.toys import (
     Document,
     counted,
     gradients,
-    make_head,
     pack,
     random_document,
     random_target,
@@ -62,7 +62,7 @@ def packed_case(generator: torch.Generator) -> list[list[Document]]:
 @pytest.mark.parametrize("style", STYLES)
 def test_training_logits_equal_an_incremental_decoder(style: str):
     config, target = tiny_config(**STYLES[style]), random_target(16, 16)
-    head = make_head(config, target, random_norms=True)
+    head = loud_head(config, target, random_norms=True)
     rows = packed_case(torch.Generator().manual_seed(1))
     objective = Eagle3Objective(config, Eagle3Settings(steps=4))
     batch = pack(rows, target, 4, seq=8)
@@ -85,7 +85,7 @@ def test_training_logits_equal_an_incremental_decoder(style: str):
 def test_loss_equals_the_formula_on_the_decoders_logits(style: str, kind: losses_module.LossKind):
     """Soft labels included: softmax(lm_head(norm(h_L))), the norm exactly once."""
     config, target = tiny_config(**STYLES[style]), random_target(16, 16)
-    head = make_head(config, target, random_norms=True)
+    head = loud_head(config, target, random_norms=True)
     rows = packed_case(torch.Generator().manual_seed(1))
     objective = Eagle3Objective(config, Eagle3Settings(steps=3, step_decay=0.6, loss=kind))
     batch = counted(objective, head, pack(rows, target, 3))
@@ -131,7 +131,7 @@ def formula_loss(kind: str, q: Tensor, p: Tensor, label: Tensor) -> Tensor:
 def test_fc_receives_the_declared_layers_in_ascending_order():
     config, target = tiny_config(), random_target(16, 16)
     assert config.layer_ids == (2, 3, 4)
-    head = make_head(config, target)
+    head = loud_head(config, target)
     seen: list[Tensor] = []
     head.fc.register_forward_hook(lambda _m, inputs, _o: seen.append(inputs[0]))
     signatures = torch.tensor(config.layer_ids, dtype=torch.float32)[:, None].expand(3, 16)
@@ -146,7 +146,7 @@ def test_fc_receives_the_declared_layers_in_ascending_order():
 def test_each_row_depends_on_exactly_what_the_drafter_knows(num_layers: int):
     """States h_0..h_t and tokens x_1..x_{t+1+k} of its own document: all of them, nothing else."""
     config, target = tiny_config(vocab=32, num_layers=num_layers), random_target(32, 16)
-    head = make_head(config, target)
+    head = loud_head(config, target)
     lengths, steps, generator = [6, 5], 3, torch.Generator().manual_seed(0)
     documents, start = [], 0
     for n in lengths:  # every token id appears once, so an embedding row names a position
@@ -176,7 +176,7 @@ def test_each_row_depends_on_exactly_what_the_drafter_knows(num_layers: int):
 def test_only_the_table_of_counted_rows_can_change_the_loss():
     """Mask 00111011 counts (1,0) (2,0) (5,0) (1,1): x_0, x_7, aux rows 6, 7 and final rows 0 1 4 5 7 play no part."""
     config, target = tiny_config(), random_target(16, 16)
-    head = make_head(config, target)
+    head = loud_head(config, target)
     generator = torch.Generator().manual_seed(3)
     mask = torch.tensor([c == "1" for c in "00111011"])
     document = random_document(8, 16, 16, generator)._replace(loss_mask=mask)
@@ -201,7 +201,7 @@ def test_only_the_table_of_counted_rows_can_change_the_loss():
 
 def test_noise_in_one_packed_document_leaves_the_other_alone():
     config, target = tiny_config(), random_target(16, 16)
-    head = make_head(config, target)
+    head = loud_head(config, target)
     generator = torch.Generator().manual_seed(0)
     kept = random_document(6, 16, 16, generator)
     objective = Eagle3Objective(config, Eagle3Settings(steps=3))
@@ -215,58 +215,9 @@ def test_noise_in_one_packed_document_leaves_the_other_alone():
             torch.testing.assert_close(before[k, :, : 5 - k], alone[k, :, : 5 - k], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["ce", "kl", "tv", "lk_alpha"])
-def test_gradient_does_not_depend_on_batching_padding_packing_or_ranks(kind: losses_module.LossKind):
-    config, target = tiny_config(draft_vocab_size=11), random_target(16, 16)
-    head = make_head(config, target)
-    generator = torch.Generator().manual_seed(0)
-    lengths = [(9, 2), (5, 0), (3, 0), (12, 8), (7, 5), (4, 4), (10, 0), (6, 1)]  # tokens, of these prompt
-    documents = [random_document(n, 16, 16, generator, prompt=p) for n, p in lengths]
-    objective = Eagle3Objective(config, Eagle3Settings(steps=4, loss=kind))
-    denominators = objective.count(head, pack([[d] for d in documents], target, 4))
-    assert (denominators > 0).all()
-
-    def summed(batches: list[TrainBatch]) -> dict[str, Tensor]:
-        head.zero_grad()
-        counted_rows = torch.stack([objective.count(head, b) for b in batches]).sum(0)
-        assert counted_rows.tolist() == denominators.tolist()
-        for batch in batches:
-            objective(head, target, batch._replace(denominators=denominators)).loss.backward()
-        return gradients(head)
-
-    one_batch = summed([pack([[d] for d in documents], target, 4)])
-    layouts = {
-        "accumulation": [pack([[d]], target, 4) for d in documents],
-        "padding": [pack([[d] for d in documents], target, 4, seq=29)],
-        "packing": [pack([documents[:3], documents[3:5], documents[5:]], target, 4)],
-        "two unequal ranks": [pack([[d] for d in documents[:3]], target, 4), pack([documents[3:]], target, 4)],
-        "a rank without rows": [pack([[d] for d in documents], target, 4), pack([[documents[5]]], target, 4)],
-    }
-    for layout, batches in layouts.items():
-        if layout == "a rank without rows":
-            batches[1] = batches[1]._replace(loss_mask=torch.zeros_like(batches[1].loss_mask))
-        for name, grad in summed(batches).items():
-            torch.testing.assert_close(grad, one_batch[name], atol=1e-6, rtol=1e-5, msg=f"{layout}: {name}")
-
-
-@pytest.mark.parametrize("kind", ["ce", "kl", "tv", "lk_lambda", "lk_alpha"])
-def test_batch_without_supervised_rows_gives_finite_zeros_for_every_parameter(kind: losses_module.LossKind):
-    config, target = tiny_config(num_layers=2, draft_vocab_size=5), random_target(16, 16)
-    head = make_head(config, target)
-    document = random_document(6, 16, 16, torch.Generator().manual_seed(0))
-    objective = Eagle3Objective(config, Eagle3Settings(steps=3, loss=kind))
-    empty = pack([[document._replace(loss_mask=torch.zeros(6, dtype=torch.bool))]], target, 3, seq=9)
-    assert objective.count(head, empty).tolist() == [0, 0, 0]
-    output = objective(head, target, empty._replace(denominators=torch.zeros(3)))
-    output.loss.backward()
-    assert output.loss == 0
-    assert all((grad == 0).all() for grad in gradients(head).values())
-    assert predicted_acceptance_length(output.metrics) == 1.0
-
-
 def test_rows_the_head_cannot_draft_are_removed_and_still_count_as_misses():
     config, target = tiny_config(draft_vocab_size=4), random_target(16, 16)
-    head = make_head(config, target)
+    head = loud_head(config, target)
     document = random_document(40, 16, 16, torch.Generator().manual_seed(0))
     objective = Eagle3Objective(config, Eagle3Settings(steps=2))
     batch = counted(objective, head, pack([[document]], target, 2))
@@ -282,7 +233,7 @@ def test_rows_the_head_cannot_draft_are_removed_and_still_count_as_misses():
 
 def test_acceptance_metrics_equal_counts_on_the_decoders_logits():
     config, target = tiny_config(vocab=2, hidden=8), random_target(2, 8)
-    head = make_head(config, target)
+    head = loud_head(config, target)
     documents = [random_document(n, 2, 8, torch.Generator().manual_seed(n)) for n in (25, 11, 4)]
     objective = Eagle3Objective(config, Eagle3Settings(steps=3))
     output = objective(head, target, pack([[d] for d in documents], target, 3))
@@ -308,7 +259,7 @@ def test_acceptance_metrics_equal_counts_on_the_decoders_logits():
 def test_gradient_is_the_whole_derivative_through_every_earlier_step(supervised: tuple[float, ...]):
     """Against central differences: a detached state or key at any step leaves part of the derivative out."""
     config, target = tiny_config(), random_target(16, 16)
-    head = make_head(config, target)
+    head = loud_head(config, target)
     batch = pack([[random_document(6, 16, 16, torch.Generator().manual_seed(0))]], target, 3)
     batch = batch._replace(denominators=torch.tensor(supervised))
     objective = Eagle3Objective(config, Eagle3Settings(steps=3))
@@ -332,7 +283,7 @@ def test_gradient_is_the_whole_derivative_through_every_earlier_step(supervised:
 
 def test_bfloat16_shards_and_autocast_keep_a_float32_loss():
     config, target = tiny_config(), random_target(16, 16)
-    head = make_head(config, target)
+    head = loud_head(config, target)
     objective = Eagle3Objective(config, Eagle3Settings(steps=3))
     batch = pack([[random_document(20, 16, 16, torch.Generator().manual_seed(0))]], target, 3)
     batch = counted(objective, head, batch)
@@ -350,7 +301,7 @@ def test_bfloat16_shards_and_autocast_keep_a_float32_loss():
 
 def test_missing_last_state_and_bad_settings_are_refused():
     config, target = tiny_config(), random_target(16, 16)
-    head = make_head(config, target)
+    head = loud_head(config, target)
     batch = pack([[random_document(5, 16, 16, torch.Generator().manual_seed(0))]], target, 2)
     with pytest.raises(ValueError, match="shards without id L"):
         Eagle3Objective(config, Eagle3Settings(steps=2))(head, target, batch._replace(final_states=None))
@@ -361,7 +312,7 @@ def test_missing_last_state_and_bad_settings_are_refused():
 
 def test_share_of_a_metric_is_numerator_over_denominator():
     config, target = tiny_config(), random_target(16, 16)
-    head = make_head(config, target)
+    head = loud_head(config, target)
     objective = Eagle3Objective(config, Eagle3Settings(steps=1))
     batch = counted(objective, head, pack([[random_document(9, 16, 16, torch.Generator().manual_seed(0))]], target, 1))
     output = objective(head, target, batch)

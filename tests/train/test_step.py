@@ -15,7 +15,7 @@ from spectrain.tests.shard_folders import random_documents, write_shards
 from spectrain.tests.train import gradient_worker
 from spectrain.tests.train.runs import environment, gradients, make_stepper
 from spectrain.train.data import StepPlan
-from spectrain.train.settings import OptimizerSettings
+from spectrain.train.settings import OptimizerSettings, SettingsError
 from spectrain.train.step import NonFiniteError, make_optimizer, to_device
 
 # eight rows of one document each, of very different lengths, one of them without any supervised token
@@ -179,6 +179,31 @@ def test_clipping_is_by_the_norm_of_the_whole_gradient(folder: Path) -> None:
     # AdamW's first moment after one step is (1 - beta1) times the clipped gradient
     moments = [state["exp_avg"] for state in stepper.optimizer.state.values()]
     assert torch.stack([m.norm() for m in moments]).norm() == pytest.approx(0.1 * 0.25, rel=1e-4)
+
+
+def test_clipping_by_value_bounds_each_element_and_leaves_the_others(folder: Path) -> None:
+    raw = gradients(ShardSet.open([folder]), *EIGHT)
+    bound = float(torch.cat([g.flatten() for name, g in raw.items() if name != "loss"]).abs().quantile(0.9))
+    changes = ("optimizer.clip_norm=null", f"optimizer.clip_value={bound}")
+    stepper, rows = make_stepper(ShardSet.open([folder]), *EIGHT, *changes)
+    stream = rows.stream(0, 1)
+    plan = next(stream)
+    assert isinstance(plan, StepPlan)
+    norm = torch.stack([g.norm() for name, g in raw.items() if name != "loss"]).norm()
+    assert torch.allclose(stepper.run(plan, stream, 1e-3).grad_norm, norm, rtol=1e-4)
+    state = stepper.optimizer.state
+    for name, parameter in stepper.module.head.named_parameters():
+        clipped = raw[name].clamp(-bound, bound)
+        torch.testing.assert_close(state[parameter]["exp_avg"], 0.1 * clipped, atol=1e-8, rtol=1e-4)
+
+
+def test_clipping_is_by_norm_or_by_value_or_not_at_all() -> None:
+    with pytest.raises(SettingsError, match="by norm or by value"):
+        OptimizerSettings(clip_norm=0.5, clip_value=0.5)
+    for name in ("clip_norm", "clip_value"):
+        with pytest.raises(SettingsError, match=f"optimizer.{name} must be above 0 or null"):
+            OptimizerSettings(**{"clip_norm": None, name: 0.0})
+    assert OptimizerSettings(clip_norm=None).clip_value is None
 
 
 def test_moving_a_batch_keeps_absent_fields(folder: Path) -> None:

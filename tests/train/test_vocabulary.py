@@ -5,7 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spectrain.train.vocabulary import VocabularyError, forced_token_ids, select_draft_vocabulary
+from spectrain.tests.chats import CHATML, word_tokenizer
+from spectrain.train.vocabulary import (
+    VocabularyError,
+    forced_token_ids,
+    select_draft_vocabulary,
+    spare_token_id,
+)
 
 
 def counted(pairs: dict[int, int], vocab: int = 97) -> torch.Tensor:
@@ -76,3 +82,25 @@ def test_specials_byte_fallback_and_markers_are_forced() -> None:
     forced = forced_token_ids(tokenizer, [2, 7], counted({90: 3, 94: 1, 13: 5}))
     assert forced == {1, 2, 7, 90, 91, 92, 94, 10, 11}
     assert forced_token_ids(None, [2], counted({})) == {2}
+
+
+def test_the_mask_token_is_an_id_no_text_uses() -> None:
+    counts = torch.zeros(60, dtype=torch.int64)
+    counts[:30] = 1
+    tokenizer = word_tokenizer(CHATML)
+    beyond = len(tokenizer)
+    assert beyond < 60
+    # without a tokenizer the last unused row; with one the first row beyond it, then special tokens out of use
+    assert spare_token_id(None, {59}, counts) == 58
+    assert spare_token_id(tokenizer, {2}, counts) == beyond
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<spare>", "<|im_start|>"]})
+    narrow = torch.ones(len(tokenizer), dtype=torch.int64)
+    spare, start = tokenizer.convert_tokens_to_ids(["<spare>", "<|im_start|>"])
+    narrow[[spare, start, 20]] = 0  # id 20 is a word of the text's own that happens not to occur
+    assert spare_token_id(tokenizer, {2}, narrow) == spare
+    narrow[spare] = 1
+    assert spare_token_id(tokenizer, {2}, narrow) == 20
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    assert spare_token_id(tokenizer, {2}, torch.zeros(80, dtype=torch.int64)) == tokenizer.mask_token_id
+    with pytest.raises(VocabularyError, match="set head.mask_token_id"):
+        spare_token_id(None, {1}, torch.tensor([3, 0, 5]))

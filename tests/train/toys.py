@@ -5,8 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spectrain.heads.base import TargetFacts
-from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head
+from spectrain.heads.base import DraftHead, TargetFacts
+from spectrain.heads.eagle import EagleConfig
+from spectrain.heads.eagle3 import Eagle3Config
+from spectrain.heads.peagle import PEagleConfig
 from spectrain.heads.target_tensors import FinalNorm, TargetTensors
 from spectrain.train.batch import TrainBatch
 from spectrain.train.objectives.base import LossOutput, Objective
@@ -26,8 +28,8 @@ class Document(NamedTuple):
     final: Tensor  # [tokens, hidden]
 
 
-def tiny_config(vocab: int = 16, hidden: int = 16, layers: int = 3, **settings: object) -> Eagle3Config:
-    facts = TargetFacts(
+def tiny_facts(vocab: int = 16, hidden: int = 16) -> TargetFacts:
+    return TargetFacts(
         model_type="llama",
         hidden_size=hidden,
         intermediate_size=2 * hidden,
@@ -40,7 +42,20 @@ def tiny_config(vocab: int = 16, hidden: int = 16, layers: int = 3, **settings: 
         max_position_embeddings=128,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
-    return Eagle3Config.derive(facts, {"layer_ids": tuple(range(2, 2 + layers)), **settings})
+
+
+def tiny_config(vocab: int = 16, hidden: int = 16, layers: int = 3, **settings: object) -> Eagle3Config:
+    return Eagle3Config.derive(tiny_facts(vocab, hidden), {"layer_ids": tuple(range(2, 2 + layers)), **settings})
+
+
+def tiny_eagle_config(vocab: int = 16, hidden: int = 16, **settings: object) -> EagleConfig:
+    return EagleConfig.derive(tiny_facts(vocab, hidden), settings)
+
+
+def tiny_peagle_config(vocab: int = 16, hidden: int = 16, layers: int = 3, **settings: object) -> PEagleConfig:
+    ids = tuple(range(2, 2 + layers))
+    facts = tiny_facts(vocab, hidden)
+    return PEagleConfig.derive(facts, {"layer_ids": ids, "mask_token_id": vocab - 1, **settings})
 
 
 def random_target(vocab: int, hidden: int, seed: int = 0) -> TargetTensors:
@@ -60,24 +75,6 @@ def law_target(law: Tensor, hidden: int, seed: int = 0) -> TargetTensors:
     lm_head[:, : len(law)] = law.clamp(min=1e-12).log().T
     embeds = torch.randn(law.shape[1], hidden, generator=torch.Generator().manual_seed(seed))
     return TargetTensors(embeds, lm_head, None, FinalNorm("none", None, None, 0.0))
-
-
-def make_head(config: Eagle3Config, target: TargetTensors, seed: int = 0, random_norms: bool = False) -> Eagle3Head:
-    generator = torch.Generator().manual_seed(seed)
-    head = Eagle3Head(config)
-    if config.draft_vocab_size < config.vocab_size:
-        chosen = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size]
-        head.set_draft_vocab(chosen.sort().values)
-    head.initialise(target, generator)
-    with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            if parameter.dim() == 1 and random_norms:
-                parameter.copy_(torch.rand(parameter.shape, generator=generator) * 2 + 0.1)
-            elif parameter.dim() == 2:  # large enough for every path to matter
-                scale = parameter.shape[1] ** -0.5
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-            assert name
-    return head
 
 
 def random_document(
@@ -104,6 +101,11 @@ def onehot_document(token_ids: Tensor, contexts: Tensor, hidden: int, layers: in
     )
 
 
+def on_final(document: Document) -> Document:
+    """The document for a head whose only aux state is the last one."""
+    return document._replace(aux=document.final[:, None])
+
+
 def pack(rows: list[list[Document]], target: TargetTensors, num_terms: int, seq: int | None = None) -> TrainBatch:
     """Documents laid end to end in rows of `seq`; positions restart, padding is zero."""
     seq = seq or max(sum(len(d.token_ids) for d in row) for row in rows)
@@ -127,24 +129,38 @@ def pack(rows: list[list[Document]], target: TargetTensors, num_terms: int, seq:
             used = torch.cat([document.loss_mask[1:], torch.tensor([False])])
             tops[b, span] = torch.where(used, target.logits(document.final).argmax(-1), -1)
             start, number = span.stop, number + 1
-    return TrainBatch(token_ids, positions, document_ids, loss_mask, tops, aux, final, torch.ones(num_terms))
+    denominators, seeds = torch.ones(num_terms), document_ids.long() + 1
+    return TrainBatch(token_ids, positions, document_ids, loss_mask, tops, aux, final, denominators, seeds)
 
 
-def counted(objective: Objective, head: Eagle3Head, batch: TrainBatch) -> TrainBatch:
+def seeded(batch: TrainBatch, epoch: int = 0) -> TrainBatch:
+    """The batch with seeds that are a function of each document's tokens and the epoch, wherever it is packed."""
+    seeds = torch.zeros_like(batch.token_ids)
+    for line in range(len(seeds)):
+        for number in batch.document_ids[line].unique().tolist():
+            where = batch.document_ids[line] == number
+            tokens = batch.token_ids[line, where]
+            seeds[line, where] = (tokens * 31 ** (torch.arange(len(tokens)) % 11)).sum() * 1009 + epoch
+    return batch._replace(document_seeds=seeds)
+
+
+def counted(objective: Objective, head: DraftHead, batch: TrainBatch) -> TrainBatch:
     """The batch with its own rows as denominators."""
     return batch._replace(denominators=objective.count(head, batch))
 
 
-def gradients(head: Eagle3Head) -> dict[str, Tensor]:
+def gradients(head: DraftHead) -> dict[str, Tensor]:
     found = {}
     for name, parameter in head.named_parameters():
+        if not parameter.requires_grad:
+            continue
         assert parameter.grad is not None, name
         found[name] = parameter.grad.clone()
     return found
 
 
 def train(
-    objective: Objective, head: Eagle3Head, target: TargetTensors, batch: TrainBatch, steps: int, lr: float
+    objective: Objective, head: DraftHead, target: TargetTensors, batch: TrainBatch, steps: int, lr: float
 ) -> LossOutput:
     """Full-batch Adam with a linear decay; returns the last loss."""
     optimizer = torch.optim.Adam(head.parameters(), lr=lr)

@@ -6,51 +6,41 @@ Tokens are the text's own at every step; gradients flow through all steps. There
     w(t,k) = valid(t,k) * [the label can be drafted]       the label: the target's top token, or x_{t+2+k} for `ce`
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...heads.base import DraftHead, DraftRows
+from ...heads.base import DraftHead
 from ...heads.eagle3 import Eagle3Config
 from ...heads.target_tensors import TargetTensors
-from .. import alignment
-from ..attention import UnrolledAttend, choose_backend
+from ..attention import AttentionSettings, UnrolledAttend, choose_backend
 from ..batch import TrainBatch
-from ..losses import LossRows, LossSettings, RowLosses, soft_linear_loss
-from .base import LossOutput, Objective
+from ..losses import LossSettings
+from .rollout import LawObjective, unroll
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Settings(LossSettings):
+class Eagle3Settings(LossSettings, AttentionSettings):
     """A recipe's `objective` section."""
 
     steps: int = 7
     step_decay: float = 0.8
-    attention: Literal["auto", "dense", "flex"] = "auto"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        LossSettings.__post_init__(self)
+        AttentionSettings.__post_init__(self)
         if self.steps < 1:
             raise ValueError(f"objective.steps must be 1 or more, found {self.steps}")
         if not 0 < self.step_decay <= 1:
             raise ValueError(f"objective.step_decay must lie in (0, 1], found {self.step_decay}")
-        if self.attention not in ("auto", "dense", "flex"):
-            raise ValueError(f"objective.attention must be auto, dense or flex, found {self.attention!r}")
 
 
-class _Supervision(NamedTuple):
-    """Everything ids and masks decide; grids are [steps, batch * seq]."""
+class Eagle3Objective(LawObjective):
+    """A mean a step, later ones worth less. The fed-back state is whatever the head calls feedback."""
 
-    valid: Tensor  # bool
-    tops: Tensor  # int64 draft ids of the target's top token at the soft label's row; -1 outside the draft vocabulary
-    labels: Tensor  # int64 draft ids the loss asks for; -1 outside
-    weights: Tensor  # bool; valid and draftable
-
-
-class Eagle3Objective(Objective):
-    """Needs `final_states` (raw, id L) for the soft labels. The fed-back state is whatever the head calls feedback."""
+    settings: Eagle3Settings
 
     def __init__(self, config: Eagle3Config, settings: Eagle3Settings) -> None:
         self.config, self.settings = config, settings
@@ -59,90 +49,11 @@ class Eagle3Objective(Objective):
     def num_terms(self) -> int:
         return self.settings.steps
 
-    def count(self, head: DraftHead, batch: TrainBatch) -> Tensor:
-        return self._supervise(head, batch).weights.sum(dim=1, dtype=torch.float32)
+    def term_weights(self, denominators: Tensor) -> Tensor:
+        decay = self.settings.step_decay ** torch.arange(self.num_terms, device=denominators.device)
+        return decay / denominators
 
-    def __call__(self, head: DraftHead, target: TargetTensors, batch: TrainBatch) -> LossOutput:
-        """The loss; metrics per step k: `loss_k`, `entropy_k`, `alpha_k` over supervised rows, `agree_k`, `accept_k`
-        over valid ones.
-
-        Raises ValueError without `final_states`. A batch without supervised rows gives 0, and zero gradients for every
-        trainable parameter.
-        """
-        if batch.final_states is None:
-            raise ValueError(
-                "eagle3 needs the target's last state for its soft labels, found shards without id L; extract again"
-            )
-        supervision = self._supervise(head, batch)
-        # one transfer decides the rows of all steps
-        steps, rows = supervision.weights.nonzero(as_tuple=True)
-        states = self.unroll(head, target, batch, rows.split(steps.bincount(minlength=self.num_terms).tolist()))
-        label_rows, targets = alignment.soft_label_rows(rows, steps).unique(return_inverse=True)
-        decay = self.settings.step_decay ** torch.arange(self.num_terms, device=steps.device)
-        losses = soft_linear_loss(
-            LossRows(
-                states=states,
-                weights=(decay / batch.denominators.to(steps.device))[steps],
-                terms=steps,
-                targets=targets,
-                labels=supervision.labels[steps, rows],
-            ),
-            head.output_weight(target),
-            target,
-            target.norm(batch.final_states.flatten(0, 1)[label_rows].to(states.dtype)),
-            head.draft_to_target(),
-            self.settings,
-        )
-        return LossOutput(losses.total, _metrics(supervision, losses, steps, rows))
-
-    def _supervise(self, head: DraftHead, batch: TrainBatch) -> _Supervision:
-        draft_to_target, vocab_size = head.draft_to_target(), self.config.vocab_size
-
-        def draft_ids(per_step: list[Tensor]) -> Tensor:
-            return alignment.to_draft_ids(torch.stack(per_step).flatten(1), draft_to_target, vocab_size)
-
-        valid = alignment.valid_rows(batch, self.num_terms).flatten(1)
-        tops = draft_ids([alignment.label_tops(batch, k) for k in range(self.num_terms)])
-        labels = tops
-        if self.settings.loss == "ce":
-            labels = draft_ids([alignment.label_tokens(batch, k) for k in range(self.num_terms)])
-        return _Supervision(valid, tops, labels, valid & (labels >= 0))
-
-    def unroll(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, rows: tuple[Tensor, ...]) -> Tensor:
-        """The logits states [sum of rows, hidden] of each step's supervised rows, step by step."""
-        device = batch.token_ids.device
-        attend = UnrolledAttend(batch.document_ids, choose_backend(self.settings.attention, device))
-        dtype = next(head.parameters()).dtype
-        states = head.combine(batch.aux_states.to(dtype))
-        kept = []
-        for step in range(self.num_terms):
-            embeds = head.embed(alignment.input_tokens(batch, step), target).to(dtype)
-            output = head(DraftRows(embeds, states, batch.positions + step), attend)
-            states = output.feedback
-            kept.append(output.logits_states.flatten(0, 1)[rows[step]])
-        return torch.cat(kept)
-
-
-def _metrics(
-    supervision: _Supervision, losses: RowLosses, steps: Tensor, rows: Tensor
-) -> dict[str, tuple[Tensor, Tensor]]:
-    agree = torch.zeros_like(supervision.valid)
-    agree[steps, rows] = losses.top_ids == supervision.tops[steps, rows]
-    valid, supervised = (grid.sum(dim=1, dtype=torch.float32) for grid in (supervision.valid, supervision.weights))
-    accepted = agree.cumprod(dim=0).bool() & supervision.valid
-
-    def per_step(values: Tensor) -> Tensor:
-        return torch.zeros_like(supervised).index_add_(0, steps, values.detach().float())
-
-    grids = {
-        "loss": (per_step(losses.losses), supervised),
-        "entropy": (per_step(losses.entropies), supervised),
-        "alpha": (per_step(losses.alphas), supervised),
-        "agree": (agree.sum(dim=1, dtype=torch.float32), valid),
-        "accept": (accepted.sum(dim=1, dtype=torch.float32), valid),
-    }
-    return {
-        f"{name}_{step}": (numerators[step], denominators[step])
-        for name, (numerators, denominators) in grids.items()
-        for step in range(len(supervised))
-    }
+    def unroll(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, per_step: Sequence[Tensor]) -> Tensor:
+        attend = UnrolledAttend(batch.document_ids, choose_backend(self.settings.attention, batch.token_ids.device))
+        states = head.combine(batch.aux_states.to(next(head.parameters()).dtype), target)
+        return unroll(head, target, batch, states, attend, per_step)

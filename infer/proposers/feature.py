@@ -1,0 +1,116 @@
+"""Drafting from the target's states: what heads share that run decoder layers over the target's rows as they come.
+
+Row t pairs the state at t with the token at t + 1 and stands at position t, as in training. Draft rows write past the
+observed rows into slots that the next observation overwrites, so a rejected draft leaves nothing behind.
+"""
+
+from abc import abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...heads.base import DraftOutput, DraftRows
+from ...heads.decoder import DecoderHead
+from ...heads.target_tensors import TargetTensors
+from ..attention import PagedAttend
+from ..batch import PackedBatch
+from ..planes import Planes
+from .base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
+from .drafting import DraftSampling, chain, chain_rows, drafts_within, draw, layer_planes
+
+
+class FeatureProposer(Proposer):
+    """One cache plane a layer, and drafts up to the positions the head was made for.
+
+    Greedy drafts are point masses, probabilistic ones carry their law.
+    """
+
+    def __init__(
+        self, head: DecoderHead, target: TargetTensors, num_draft_tokens: int, draft_sampling: DraftSampling = "greedy"
+    ) -> None:
+        self.head, self.target = head.eval(), target
+        self.num_draft_tokens = num_draft_tokens
+        self.probabilistic = draft_sampling == "probabilistic"
+        self.token_map = head.draft_to_target()
+        planes = layer_planes(head)
+        self.plane_names = [plane.name for plane in planes]
+        self.requirements = Requirements(
+            layer_ids=head.config.layer_ids,
+            planes=planes,
+            next_token=True,
+            lookahead=max(num_draft_tokens - 2, 0),
+            draft_laws=self.probabilistic,
+        )
+        self._planes: Planes | None = None
+
+    def bind(self, planes: Planes, num_rows: int) -> None:
+        self._planes = planes
+
+    def propose(self, step: DraftStep) -> Drafts:
+        room = drafts_within(step, self.head.config.max_position_embeddings + 1, self.num_draft_tokens)
+        # on a GPU drafting must not wait for the room; on a CPU drafts that nobody has room for cost time
+        tokens, laws = self._draft(step, room, self.num_draft_tokens if room.is_cuda else int(room.max()))
+        return chain(step, tokens, laws, room, self.token_map, self.probabilistic)
+
+    def release(self, request: Released) -> None:
+        """Nothing is kept by request: a table row is written again before it is read for another one."""
+
+    @abstractmethod
+    def _draft(self, step: DraftStep, room: Tensor, count: int) -> tuple[list[Tensor], list[Tensor]]:
+        """`count` draft tokens [batch] and the laws [batch, draft_vocab] they were drawn from."""
+
+    def _empty_state(self, *shape: int) -> Tensor:
+        """A buffer of hidden states."""
+        like = next(self.head.parameters())
+        return torch.zeros(*shape, self.head.config.hidden_size, dtype=like.dtype, device=like.device)
+
+    def _forward(self, embeds: Tensor, states: Tensor, batch: PackedBatch) -> DraftOutput:
+        assert self._planes is not None
+        attend = PagedAttend(self._planes, self.plane_names, batch)
+        return self.head(DraftRows(embeds, states, batch.positions), attend)
+
+    def _draw(self, logits: Tensor, step: DraftStep, k: int) -> tuple[Tensor, Tensor]:
+        return draw(logits, step, k, self.num_draft_tokens, self.token_map, self.probabilistic)
+
+
+class _Pending(NamedTuple):
+    """What the next draft of each request starts from, by row of the request table."""
+
+    logits_states: Tensor  # [num_rows, hidden]
+    feedback: Tensor  # [num_rows, hidden]
+
+
+class AutoregressiveProposer(FeatureProposer):
+    """The head runs on the target's rows as they come, then k - 1 times on its own output."""
+
+    def __init__(
+        self, head: DecoderHead, target: TargetTensors, num_draft_tokens: int, draft_sampling: DraftSampling = "greedy"
+    ) -> None:
+        super().__init__(head, target, num_draft_tokens, draft_sampling)
+        self._pending: _Pending | None = None
+
+    def bind(self, planes: Planes, num_rows: int) -> None:
+        super().bind(planes, num_rows)
+        self._pending = _Pending(self._empty_state(num_rows), self._empty_state(num_rows))
+
+    def observe(self, rows: ObservedRows) -> None:
+        assert rows.states is not None and self._pending is not None
+        embeds = self.head.embed(rows.next_token_ids, self.target)
+        states = self.head.combine(rows.states.to(embeds.dtype), self.target)
+        output = self._forward(embeds, states, rows.batch)
+        self._pending.logits_states[rows.slots] = output.logits_states[rows.last_rows]
+        self._pending.feedback[rows.slots] = output.feedback[rows.last_rows]
+
+    def _draft(self, step: DraftStep, room: Tensor, count: int) -> tuple[list[Tensor], list[Tensor]]:
+        assert self._planes is not None and self._pending is not None
+        output = DraftOutput(*(pending[step.slots] for pending in self._pending))
+        tokens, laws = [], []
+        for k in range(count):
+            if k:
+                batch = chain_rows(step, tokens[-1], step.seq_lens - 2 + k, room > k, self._planes.block_size)
+                output = self._forward(self.head.embed(tokens[-1], self.target), output.feedback, batch)
+            token, law = self._draw(self.head.logits(output.logits_states, self.target), step, k)
+            tokens.append(token)
+            laws.append(law)
+        return tokens, laws

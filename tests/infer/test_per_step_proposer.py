@@ -1,0 +1,145 @@
+"""Medusa and MLP speculator drafting in the engine: lossless with any head, and nothing depends on the batch."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.heads.base import HeadError
+from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.proposers.base import Proposer
+from spectrain.infer.proposers.none import NoneProposer
+from spectrain.infer.sampling import SamplingParams
+from spectrain.infer.target import Target
+from spectrain.tests.fresh import fresh_head, fresh_proposer, proposer_of, tiny_head_config
+from spectrain.tests.models import COMMON, build, rand_llama
+from spectrain.tests.train.toys import MK
+
+CONFIG = EngineConfig(num_blocks=200, block_size=4, max_batch_tokens=64, max_batch_size=16)
+GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target.from_model(rand_llama(max_position_embeddings=128))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (1, 3, 5, 17, 26, 2, 9)]
+
+
+STYLES: dict[str, tuple[str, dict[str, object]]] = {
+    "medusa": ("medusa", {}),
+    "medusa, shared lm_head and token map": ("medusa", {"lm_head": "shared", "draft_vocab_size": 50}),
+    "mlp": ("mlp_speculator", {}),
+    "mlp, tied and scaled": ("mlp_speculator", {"tie_weights": True, "scale_input": True}),
+}
+
+
+def proposer(target: Target, style: str, k: int, sampling: str = "greedy") -> Proposer:
+    """Medusa as it starts, which is right now and then on a random target; an MLP speculator is mostly wrong."""
+    recipe, settings = STYLES[style]
+    return fresh_proposer(recipe, target, k, sampling, num_heads=5, **settings)
+
+
+def test_more_drafts_than_heads_are_refused(target):
+    with pytest.raises(HeadError, match="at most 5 tokens a step.*lower --num-draft-tokens"):
+        proposer(target, "medusa", 6)
+
+
+def markov_target() -> Target:
+    """Tokens of the law MK: the state names the last token, whatever came before it."""
+    model = build(
+        "Llama", **{**COMMON, "vocab_size": 3, "num_hidden_layers": 1, "eos_token_id": None, "bos_token_id": None}
+    )
+    decoder = model.get_decoder()
+    with torch.no_grad():
+        decoder.embed_tokens.weight.copy_(torch.eye(3, 32))
+        decoder.norm.weight.fill_(1.0)
+        for layer in decoder.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.get_output_embeddings().weight.copy_(output_of(MK))
+    return Target.from_model(model)
+
+
+def output_of(law: Tensor) -> Tensor:
+    """The matrix whose softmax after normed state onehot(c) * sqrt(32) is law[c]."""
+    weight = torch.zeros(3, 32)
+    weight[:, :3] = law.log().T / 32**0.5
+    return weight
+
+
+def test_sampled_acceptance_is_the_closed_form_of_perfect_medusa_heads():
+    """Heads whose laws are P^2..P^5: .767621, .543182, .369060, .246224 of a stationary text's first drafts survive.
+
+    Later drafts of a request start where earlier ones were rejected, which is no stationary place.
+    """
+    target = markov_target()
+    head = fresh_head(tiny_head_config("medusa", target.facts, num_heads=4), target.tensors())
+    with torch.no_grad():
+        for i, part in enumerate(head.lm_heads.parameters()):
+            part.copy_(output_of(torch.linalg.matrix_power(MK, i + 2)))
+    proposer = proposer_of(head, target, 4, "probabilistic")
+    known: dict[int, list[int]] = {}
+
+    def keep(step, propose=proposer.propose):
+        for request, length in zip(step.request_ids, step.seq_lens.tolist(), strict=True):
+            known.setdefault(request, []).append(length)
+        return propose(step)
+
+    proposer.propose = keep
+    config = EngineConfig(num_draft_tokens=4, num_blocks=2000, block_size=4, max_batch_tokens=4096, max_batch_size=400)
+    prompts = [[0]] * 1600 + [[1]] * 1400 + [[2]] * 720
+    params = [SamplingParams(max_tokens=8, temperature=1.0, seed=i) for i in range(3720)]
+    Engine(target, proposer, config).generate(prompts, params)
+    accepted = torch.tensor([lengths[1] - lengths[0] - 1 for lengths in known.values()])
+    assert len(accepted) == 3720
+    for i, expected in enumerate((0.767621, 0.543182, 0.369060, 0.246224)):
+        assert float((accepted > i).float().mean()) == pytest.approx(expected, abs=0.03)
+
+
+@pytest.mark.parametrize("style", ["medusa", "mlp"])
+def test_the_law_of_a_sampled_draft_is_the_heads_at_the_requests_temperature(target, prompts, style: str):
+    drafter = proposer(target, style, 3, "probabilistic")
+    laws = []
+
+    def keep(step, propose=drafter.propose):
+        found = propose(step)
+        laws.append((step, drafter._states[step.slots].clone(), found))
+        return found
+
+    drafter.propose = keep
+    engine = Engine(target, drafter, dataclasses.replace(CONFIG, num_draft_tokens=3))
+    params = [SamplingParams(max_tokens=9, temperature=0.5 + 0.25 * i, seed=i) for i in range(len(prompts))]
+    engine.generate(prompts, params)
+    compared = 0
+    for step, states, drafts in laws:
+        tokens = step.last_token_ids
+        for k in range(drafts.token_ids.shape[1]):
+            with torch.no_grad():
+                logits_states, states = drafter.head(states, tokens, k)
+                logits = drafter.head.logits(logits_states, drafter.target, k)
+            torch.testing.assert_close(drafts.log_probs[:, k], (logits / step.temperature[:, None]).log_softmax(-1))
+            tokens, compared = drafts.token_ids[:, k], compared + 1
+    assert compared > 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("style", ["medusa", "medusa, shared lm_head and token map", "mlp, tied and scaled"])
+def test_recorded_steps_say_what_eager_ones_say(prompts, style: str, temperature: float):
+    target = Target.from_model(rand_llama(max_position_embeddings=128).cuda())
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=5 + 9 * (i % 5)) for i in range(len(prompts))]
+    outputs = []
+    for eager in (False, True):
+        drafter = proposer(target, style, 5, "probabilistic" if temperature else "greedy")
+        config = dataclasses.replace(CONFIG, block_size=16, num_draft_tokens=5, eager=eager)
+        outputs.append([o.token_ids for o in Engine(target, drafter, config).generate(prompts, params)])
+    assert outputs[0] == outputs[1]
+    if not temperature:
+        plain = Engine(target, NoneProposer(), dataclasses.replace(CONFIG, block_size=16)).generate(prompts, params)
+        assert outputs[0] == [o.token_ids for o in plain]
