@@ -216,7 +216,7 @@ def run(options: Options, *, quiet: bool = False) -> "list[MethodResult]":
     loaded = _load_head(options, target, names) if any(map(needs_head, names)) else None
     record = {} if loaded is None else loaded.record
     methods = {name: draft_tokens(name, options, record) for name in names}
-    _check_lengths(prompt_sets, max(tokens.engine for tokens in methods.values()), target)
+    _check_draft_length(max(tokens.engine for tokens in methods.values()), target)
     responses = load_suffix_cache(options, target)
     measured = []
     for name, prompts in prompt_sets.items():
@@ -302,7 +302,8 @@ def _read_prompts(path: Path, target: "Target", options: Options) -> "list[Promp
 
     if target.tokenizer is None:
         raise EvalError(f"prompts need a tokenizer, found none beside {options.model}; copy it into the model's folder")
-    return load_prompts([path], target.tokenizer, raw=options.raw, all_turns=options.all_turns, limit=options.limit)
+    prompts = load_prompts([path], target.tokenizer, raw=options.raw, all_turns=options.all_turns, limit=options.limit)
+    return _fitting(prompts, path, target)
 
 
 def _load_head(options: Options, target: "Target", names: Sequence[str]) -> "LoadedHead":
@@ -326,18 +327,27 @@ def _load_head(options: Options, target: "Target", names: Sequence[str]) -> "Loa
     return loaded
 
 
-def _check_lengths(prompt_sets: "Mapping[str, Sequence[Prompt]]", k: int, target: "Target") -> None:
+def _fitting(prompts: "Sequence[Prompt]", path: Path, target: "Target") -> "list[Prompt]":
+    """The prompts that leave room for a token in the context; says which do not, and raises EvalError if none does."""
+    fitting = [prompt for prompt in prompts if len(prompt.token_ids) < target.max_length]
+    for prompt in prompts:
+        if len(prompt.token_ids) >= target.max_length:
+            print(
+                f"spectrain: warning: {prompt.source} is left out: prompts must leave room in the context of "
+                f"{target.max_length} tokens, found {len(prompt.token_ids)}; shorten it or raise --max-length",
+                file=sys.stderr,
+            )
+    if not fitting:
+        raise EvalError(f"{path} holds no prompt shorter than the context of {target.max_length} tokens")
+    return fitting
+
+
+def _check_draft_length(k: int, target: "Target") -> None:
     if k >= target.max_length:
         raise EvalError(
             f"drafts must be shorter than the context of {target.max_length} tokens, found --num-draft-tokens {k}; "
             f"lower it or raise --max-length"
         )
-    for prompt in (prompt for prompts in prompt_sets.values() for prompt in prompts):
-        if len(prompt.token_ids) >= target.max_length:
-            raise EvalError(
-                f"{prompt.source}: prompts must leave room in the context of {target.max_length} tokens, found "
-                f"{len(prompt.token_ids)}; shorten it or raise --max-length"
-            )
 
 
 def _builder(

@@ -209,12 +209,28 @@ def test_draft_longer_than_the_context(model, head, prompts, tmp_path, capsys) -
     assert "context of 96 tokens" in one_line(code, error) and "500" in error
 
 
-def test_prompt_longer_than_the_context_is_named(model, tmp_path, capsys) -> None:
-    long = tmp_path / "long.jsonl"
-    long.write_text(json.dumps({"prompt": "w1 " * 200}) + "\n")
-    arguments = ("--model", model, "--method", "none", "--prompts", long, "--out", tmp_path / "r")
+def test_prompts_longer_than_the_context_are_named_and_the_others_go_on(model, tmp_path, capsys) -> None:
+    path = tmp_path / "long.jsonl"
+    long, short = json.dumps({"prompt": "w1 " * 200}), json.dumps({"prompt": "w1 w2"})
+    path.write_text(f"{short}\n{long}\n{short}\n")
+    arguments = (
+        "--model",
+        model,
+        "--method",
+        "none",
+        "--prompts",
+        path,
+        "--max-new-tokens",
+        4,
+        "--out",
+        tmp_path / "r",
+    )
     code, _, error = run(capsys, *arguments)
-    assert "long.jsonl:1" in one_line(code, error)
+    assert code == 0 and "long.jsonl:2 is left out" in error
+    assert json.loads((tmp_path / "r" / "report.json").read_text())["num_prompts"] == 2
+    path.write_text(f"{long}\n")
+    code, _, error = run(capsys, *arguments, "--overwrite")
+    assert "no prompt shorter than the context of 96" in one_line(code, error) and "long.jsonl:1" in error
 
 
 def test_an_earlier_report_is_not_overwritten(model, prompts, tmp_path, capsys) -> None:
