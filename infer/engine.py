@@ -307,7 +307,7 @@ class Engine:
 
     def _slots(self, request: Request, num_tokens: int) -> int:
         """Slots that `num_tokens` known and drafted tokens may need."""
-        return min(num_tokens, self._limit(request)) + self.runner.spare_slots
+        return min(num_tokens, self._limit(request)) + self.runner.stages.spare_slots
 
     def _land(self, flight: Flight) -> list[RequestOutput]:
         """Reads a step: appends what it emitted and ends the requests that are done."""

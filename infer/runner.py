@@ -1,4 +1,4 @@
-"""One step on the device: packed rows -> target -> verification -> observation -> drafts, without waiting for the host.
+"""Runs the stages of a step on the device, recorded where that pays, without waiting for the host.
 
 The runner moves rows and tokens; it decides nothing about who runs (scheduler) or when a request ends (engine). What a
 step needs of a request stands in the request table, so a step of decoding requests can be launched before the host has
@@ -6,29 +6,29 @@ read the step before it.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.records import RejectionOutputs, law_columns
+from ..kernels.records import RejectionOutputs
 from .costs import Rehearsal, StepCosts, measure_costs, stopwatch
 from .draft_policy import DraftPolicy, draft_widths
-from .drafting import SurvivalEstimator, expected_accepted, log_odds_of, select
+from .drafting import SurvivalEstimator
 from .flight import Clock, Flight
 from .graphs import GraphCache
-from .proposers.base import DraftStep, ObservedRows, Proposer
+from .proposers.base import Proposer
 from .request import Request
-from .sampling import NEUTRAL, Features, LogitsRows, SamplingTable, features_of, process_logits, top_logprobs
+from .sampling import NEUTRAL, Features, SamplingTable, features_of
 from .scheduler import ScheduledRequest
+from .stages import MixedPlan, Slots, Stages
 from .table import Packed, RequestTable
 from .target import Target, TargetOutput
-from .verify import Verification, verify_drafts
+from .verify import Verification
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of requests a CUDA graph is captured for; beyond the last one batches grow by its size."""
-
 
 MIXED_SIZES = (64, 128, 256, 512, 1024, 2048)
 """Rows that a step with prompt rows is padded to where it is recorded; longer ones keep a GPU busy without."""
@@ -37,33 +37,8 @@ RECORDED_LOGITS_BYTES = 2**28
 """Each recorded step keeps logits of its own."""
 
 
-class Slots(NamedTuple):
-    """Who takes part in a step; on the device, [batch] int64 each."""
-
-    rows: Tensor  # of the request table
-    starts: Tensor  # first position computed
-    counts: Tensor  # positions computed
-
-
-class MixedPlan(NamedTuple):
-    """A step with prompt rows; `sampling` [samplers] int64 are the table rows that decide a token."""
-
-    slots: Slots
-    asked: Tensor | None  # [samplers] int64; their places in `slots`; None: all of them, in order
-    sampling: Tensor
-    num_drafts: Tensor  # [samplers] int64; drafts verified
-    width: int  # logits rows of each sampler
-    longest: int | None  # rows of one request at most; None: all of the step's
-    max_seq_len: int
-
-    @property
-    def cu_rows(self) -> Tensor:
-        """[samplers + 1] int32; where the logits rows of each begin."""
-        return self.width * torch.arange(len(self.sampling) + 1, dtype=torch.int32, device=self.sampling.device)
-
-
 class Runner:
-    """Builds packed batches and calls target, verifier and proposer."""
+    """Lays out steps in buffers that never move and has their stages run, or replayed."""
 
     def __init__(
         self,
@@ -76,19 +51,15 @@ class Runner:
         verification: Verification,
         adaptive: bool = False,
     ) -> None:
-        self.target, self.proposer, self.table, self.settings, self.graphs = target, proposer, table, settings, graphs
-        self.verification = verification
+        self.table, self.graphs, self.requirements = table, graphs, proposer.requirements
         self.num_draft_tokens = table.num_draft_tokens
-        adaptive = adaptive and self.num_draft_tokens > 0
+        self.adaptive = adaptive and self.num_draft_tokens > 0
         # where the host drafts it knows how many drafts wait, so that steps need not have room for the most
-        self._on_host = proposer.requirements.on_host
-        several = (adaptive or self._on_host) and self.num_draft_tokens > 0
+        several = (self.adaptive or self.requirements.on_host) and self.num_draft_tokens > 0
         self.widths = draft_widths(self.num_draft_tokens) if several else (1, self.num_draft_tokens + 1)
-        self.estimator = SurvivalEstimator(self.num_draft_tokens, table.device) if adaptive else None
-        self._widths = torch.tensor(self.widths, device=table.device)
+        estimator = SurvivalEstimator(self.num_draft_tokens, table.device) if self.adaptive else None
+        self.stages = Stages(target, proposer, table, settings, verification, estimator, self.widths)
         self.policy: DraftPolicy | None = None
-        self.spare_slots = proposer.requirements.spare_slots(self.num_draft_tokens)
-        self._law_columns: Tensor | None = None  # of the proposer's laws; made once, from the first
         self._buckets: dict[int, Slots] = {}
         self._mixed_batch, self._mixed_sizes = 0, ()  # steps with prompt rows that are recorded
         self._mixed_buffer = torch.empty(5, 0, dtype=torch.int64, device=table.device)
@@ -125,7 +96,7 @@ class Runner:
         """Captures the graphs of every bucket up to `max_batch_size`, on rows that belong to nobody."""
         if self.graphs is None:
             return
-        if self.proposer.requirements.draft_laws:
+        if self.requirements.draft_laws:
             # the first step verifies without the laws that it brings, and what is recorded must have run before
             self._run_decode(self._nobody(_bucket(max_batch_size), 1), _bucket(max_batch_size), NEUTRAL, None, [])
         for batch in sorted({_bucket(n) for n in range(1, max_batch_size + 1)}, reverse=True):
@@ -142,7 +113,10 @@ class Runner:
 
     def _capture_mixed(self, batch: int) -> None:
         """Steps with prompt rows are recorded for `batch` requests, unless their logits would take much memory."""
-        if batch * (self.num_draft_tokens + 1) * self.target.vocab_size * 4 > RECORDED_LOGITS_BYTES or self._on_host:
+        if (
+            batch * (self.num_draft_tokens + 1) * self.stages.target.vocab_size * 4 > RECORDED_LOGITS_BYTES
+            or self.requirements.on_host
+        ):
             return  # a proposer on the host takes the requests that draft, and no padding between them
         self._mixed_batch, self._mixed_sizes = batch, tuple(size for size in MIXED_SIZES if size >= batch)
         self._mixed_buffer = torch.zeros(5, batch, dtype=torch.int64, device=self.table.device)
@@ -167,18 +141,20 @@ class Runner:
 
     def _rehearse(self, batch: int, width: int) -> Rehearsal:
         slots, num_rows = self._nobody(batch, width), batch * width
-        packed, output = self._call(self.graphs, "target", (batch, num_rows), self._forward, slots, num_rows)
+        packed, output = self._call(self.graphs, "target", (batch, num_rows), self.stages.forward, slots, num_rows)
 
         def verify() -> None:
             self._run_target(slots, num_rows, NEUTRAL, self.graphs)
 
         def rest() -> None:
-            if self.proposer.requirements.observes and not self._on_host:
-                self._call(self.graphs, "observe", (batch, num_rows), self._observe, slots, packed, output.states, [])
+            if self.requirements.observes and not self.requirements.on_host:
+                self._call(
+                    self.graphs, "observe", (batch, num_rows), self.stages.observe, slots, packed, output.states, []
+                )
 
         def draft() -> None:
-            if self.num_draft_tokens and not self._on_host:
-                self._call(self.graphs, "propose", (batch,), self._propose, slots.rows, [])
+            if self.num_draft_tokens and not self.requirements.on_host:
+                self._call(self.graphs, "propose", (batch,), self.stages.propose, slots.rows, [])
 
         return Rehearsal(verify, rest, draft)
 
@@ -252,36 +228,38 @@ class Runner:
         """
         batch = slots.rows.shape[0]
         packed, output, verified = self._run_target(slots, num_rows, wanted, graphs)
-        logprobs = self._logprobs(verified, packed.batch.cu_seqlens, output, wanted)
+        logprobs = self.stages.logprobs(verified, packed.batch.cu_seqlens, output, wanted)
         if clock is not None:
             clock.mark("verified")
-        if self.proposer.requirements.observes:
+        if self.requirements.observes:
             key = (batch, num_rows)
-            self._call(self._own(graphs), "observe", key, self._observe, slots, packed, output.states, request_ids)
+            self._call(
+                self._own(graphs), "observe", key, self.stages.observe, slots, packed, output.states, request_ids
+            )
         accepted = None
         if self.num_draft_tokens and drafts:
-            accepted = self._call(self._own(graphs), "propose", (batch,), self._propose, slots.rows, request_ids)
+            accepted = self._call(self._own(graphs), "propose", (batch,), self.stages.propose, slots.rows, request_ids)
         if clock is not None:
             clock.mark("drafted")
-        return [self._results(verified, slots.rows, slots.counts - 1), *logprobs], accepted
+        return [self.stages.results(verified, slots.rows, slots.counts - 1), *logprobs], accepted
 
     def _run_target(
         self, slots: Slots, num_rows: int, wanted: Features, graphs: GraphCache | None
     ) -> tuple[Packed, TargetOutput, RejectionOutputs]:
         batch = slots.rows.shape[0]
         key = (batch, num_rows)
-        if self.estimator is not None and num_rows < batch * (self.num_draft_tokens + 1):
-            self._call(graphs, "select", key, self._select, slots, num_rows - batch)
-        packed, output = self._call(graphs, "target", key, self._forward, slots, num_rows)
+        if self.adaptive and num_rows < batch * (self.num_draft_tokens + 1):
+            self._call(graphs, "select", key, self.stages.select, slots, num_rows - batch)
+        packed, output = self._call(graphs, "target", key, self.stages.forward, slots, num_rows)
         # settings beyond the temperature change which kernels run, so they are not replayed
         verified = self._call(
-            None if wanted.edits else graphs, "verify", key, self._verify_all, slots, packed, output, wanted
+            None if wanted.edits else graphs, "verify", key, self.stages.verify, slots, packed, output, wanted
         )
         return packed, output, verified
 
     def _own(self, graphs: GraphCache | None) -> GraphCache | None:
         """Where the proposer's calls are recorded: nowhere if it reads them on the host."""
-        return None if self._on_host else graphs
+        return None if self.requirements.on_host else graphs
 
     @staticmethod
     def _call(
@@ -292,22 +270,6 @@ class Runner:
         *arguments: object,
     ) -> Any:
         return function(*arguments) if graphs is None else graphs.run((name, *key), function, *arguments)
-
-    def _select(self, slots: Slots, num_drafts: int) -> None:
-        """Leaves `num_drafts` of the drafts counted, those that are likeliest to survive."""
-        assert self.estimator is not None
-        survival = self.estimator.survival(self.table.draft_log_odds[slots.rows], slots.counts - 1)
-        slots.counts.copy_(1 + select(survival, num_drafts))
-
-    def _forward(self, slots: Slots, num_rows: int) -> tuple[Packed, TargetOutput]:
-        longest = 1 if num_rows == slots.rows.shape[0] else self.num_draft_tokens + 1
-        packed = self.table.pack(*slots, num_rows, max_query_len=longest, max_seq_len=self.table.max_length)
-        return packed, self.target.forward(packed.batch)
-
-    def _verify_all(self, slots: Slots, packed: Packed, output: TargetOutput, wanted: Features) -> RejectionOutputs:
-        return self._verify(
-            slots.rows, slots.counts - 1, packed.batch.cu_seqlens, packed.slots, packed.batch.positions, output, wanted
-        )
 
     def _mixed(self, flight: Flight, scheduled: Sequence[ScheduledRequest], drafts_wait: bool) -> None:
         """A step with prompt rows: logits are asked for where requests sample, and only those draft."""
@@ -324,7 +286,7 @@ class Runner:
         else:
             plan, num_rows = self._padded_plan(scheduled), recorded
         packed, output, verified = self._run_mixed(plan, num_rows, wanted, graphs, bool(sampler_ids))
-        logprobs = () if verified is None else self._logprobs(verified, plan.cu_rows, output, wanted)
+        logprobs = () if verified is None else self.stages.logprobs(verified, plan.cu_rows, output, wanted)
         flight.clock.mark("verified")
         ids = [rows.request.request_id for rows in scheduled]
         accepted = self._finish_mixed(
@@ -334,7 +296,7 @@ class Runner:
             self._promise(flight, sampler_ids, accepted)
         flight.clock.mark("drafted")
         if verified is not None:
-            results = [self._results(verified, plan.sampling, plan.num_drafts), *logprobs]
+            results = [self.stages.results(verified, plan.sampling, plan.num_drafts), *logprobs]
             if recorded is not None:
                 asked = self._upload([i for i, rows in enumerate(scheduled) if rows.samples])
                 results = [tensor[asked] for tensor in results]
@@ -344,11 +306,11 @@ class Runner:
         self, plan: MixedPlan, num_rows: int, wanted: Features, graphs: GraphCache | None, samples: bool
     ) -> tuple[Packed, TargetOutput, RejectionOutputs | None]:
         key = ("mixed", num_rows)
-        packed, output = self._call(graphs, "target", key, self._forward_mixed, plan, num_rows)
+        packed, output = self._call(graphs, "target", key, self.stages.forward_mixed, plan, num_rows)
         if not samples:
             return packed, output, None
         run = None if wanted.edits else graphs
-        return packed, output, self._call(run, "verify", key, self._verify_mixed, plan, packed, output, wanted)
+        return packed, output, self._call(run, "verify", key, self.stages.verify_mixed, plan, packed, output, wanted)
 
     def _finish_mixed(
         self,
@@ -361,12 +323,12 @@ class Runner:
         sampler_ids: list[int],
         drafts: bool,
     ) -> Tensor | None:
-        if self.proposer.requirements.observes:
+        if self.requirements.observes:
             key = ("mixed", num_rows)
-            self._call(graphs, "observe", key, self._observe, plan.slots, packed, output.states, request_ids)
+            self._call(graphs, "observe", key, self.stages.observe, plan.slots, packed, output.states, request_ids)
         if not self.num_draft_tokens or not drafts:
             return None
-        return self._call(graphs, "propose", ("mixed",), self._propose, plan.sampling, sampler_ids)
+        return self._call(graphs, "propose", ("mixed",), self.stages.propose, plan.sampling, sampler_ids)
 
     def _exact_plan(self, scheduled: Sequence[ScheduledRequest]) -> MixedPlan:
         """What the host knows of a step, and nothing beside it."""
@@ -411,125 +373,6 @@ class Runner:
             longest=None,
             max_seq_len=self.table.max_length,
         )
-
-    def _forward_mixed(self, plan: MixedPlan, num_rows: int) -> tuple[Packed, TargetOutput]:
-        packed = self.table.pack(
-            *plan.slots, num_rows, max_query_len=plan.longest or num_rows, max_seq_len=plan.max_seq_len
-        )
-        ends = packed.batch.cu_seqlens[1:, None].long()
-        if plan.asked is not None:
-            ends = ends[plan.asked]
-        # a request with fewer drafts than columns repeats its last row behind them, where no draft is
-        columns = torch.arange(plan.width, device=ends.device)
-        asked_rows = torch.minimum(ends - 1 - plan.num_drafts[:, None] + columns, ends - 1).flatten()
-        packed = packed._replace(batch=packed.batch._replace(logits_rows=asked_rows))
-        return packed, self.target.forward(packed.batch)
-
-    def _verify_mixed(
-        self, plan: MixedPlan, packed: Packed, output: TargetOutput, wanted: Features
-    ) -> RejectionOutputs:
-        asked = packed.batch.logits_rows
-        where = packed.slots[asked], packed.batch.positions[asked]
-        return self._verify(plan.sampling, plan.num_drafts, plan.cu_rows, *where, output, wanted, plan.width - 1)
-
-    def _verify(
-        self,
-        rows: Tensor,
-        num_drafts: Tensor,
-        cu_rows: Tensor,
-        logits_slots: Tensor,
-        positions: Tensor,
-        output: TargetOutput,
-        wanted: Features,
-        width: int | None = None,
-    ) -> RejectionOutputs:
-        """Verifies at most `width` drafts of table `rows` [batch] and appends what was emitted."""
-        table = self.table
-        where = LogitsRows(logits_slots, positions)
-        logits = process_logits(output.logits, where, self.settings, table.tokens, table.prompt_lens, wanted)
-        law = table.draft_laws
-        verified = verify_drafts(
-            logits,
-            table.drafts_of(rows, num_drafts)[:, :width],
-            cu_rows,
-            positions=table.num_known[rows],
-            temperature=self.settings.temperature[rows],
-            seeds=table.seeds[rows],
-            draft_log_probs=None if law is None else law[rows, :width],
-            law_columns=None if law is None else self._law_columns,
-            mode=self.verification.mode,
-            rates=self.verification.rates,
-            fp64_gumbel=self.verification.fp64_gumbel,
-        )
-        if self.estimator is not None:
-            self.estimator.observe(table.draft_log_odds[rows], num_drafts, verified.num_emitted)
-        table.append(rows, verified.token_ids, verified.num_emitted)
-        return verified
-
-    def _logprobs(
-        self, verified: RejectionOutputs, cu_rows: Tensor, output: TargetOutput, wanted: Features
-    ) -> Sequence[Tensor]:
-        """Ids and log-probabilities [batch, k + 1, n + 1] of the emitted tokens, nothing where nobody asked."""
-        if wanted.logprobs is None:
-            return ()
-        batch, width = verified.token_ids.shape
-        rows = cu_rows[:-1, None] + torch.arange(width, device=cu_rows.device)
-        rows = rows.clamp(max=output.logits.shape[0] - 1).flatten()
-        found = top_logprobs(output.logits, rows, verified.token_ids.flatten(), wanted.logprobs)
-        return [tensor.view(batch, width, -1) for tensor in found]
-
-    def _observe(self, slots: Slots, packed: Packed, states: Tensor | None, request_ids: list[int]) -> None:
-        """Shows the proposer every row of a step that was verified."""
-        table, batch = self.table, packed.batch
-        last = (table.num_known[slots.rows] - 2 - slots.starts).clamp(min=0)
-        self.proposer.observe(
-            ObservedRows(
-                request_ids=request_ids,
-                slots=slots.rows,
-                batch=batch,
-                next_token_ids=table.tokens[packed.slots, batch.positions + 1].long(),
-                last_rows=batch.cu_seqlens[:-1].long() + torch.minimum(last, slots.counts - 1),
-                states=states,
-            )
-        )
-
-    def _propose(self, drafting: Tensor, request_ids: list[int]) -> Tensor | None:
-        """Lets the proposer draft for table rows `drafting` [batch]; what the drafts promise, for adaptive drafting."""
-        table = self.table
-        known, room = table.num_known[drafting], table.room(drafting, self.spare_slots)
-        drafts = self.proposer.propose(
-            DraftStep(
-                request_ids=request_ids,
-                slots=drafting,
-                block_tables=table.block_tables[drafting],
-                seq_lens=known,
-                last_token_ids=table.tokens[drafting, known - 1].long(),
-                room=room,
-                temperature=self.settings.temperature[drafting],
-                seeds=table.seeds[drafting],
-                wants_confidence=self.estimator is not None,
-                tokens=table.tokens,
-                prompt_lens=table.prompt_lens[drafting],
-            )
-        )
-        ids = drafts.token_ids
-        # a placeholder or an id the target does not know ends the draft: the target must never embed it
-        valid = ((ids >= 0) & (ids < self.target.vocab_size)).long().cumprod(dim=1)
-        table.set_drafts(drafting, ids * valid, torch.minimum(torch.minimum(drafts.lengths, room), valid.sum(dim=1)))
-        if drafts.log_probs is not None:
-            table.set_laws(drafting, drafts.log_probs)
-            if self._law_columns is None and drafts.token_map is not None:
-                self._law_columns = law_columns(drafts.token_map, self.target.vocab_size)
-        if self.estimator is None:
-            return None
-        table.set_log_odds(drafting, None if drafts.confidence is None else log_odds_of(drafts.confidence))
-        survival = self.estimator.survival(table.draft_log_odds[drafting], table.num_drafts[drafting])
-        # requests about to end draft less for no fault of the drafts; nobody has no room either
-        return expected_accepted(survival, room >= self.num_draft_tokens, self._widths)
-
-    def _results(self, verified: RejectionOutputs, rows: Tensor, num_drafted: Tensor) -> Tensor:
-        columns = (verified.num_emitted, verified.failed, num_drafted, self.table.num_drafts[rows])
-        return torch.cat([verified.token_ids, torch.stack([column.long() for column in columns], dim=1)], dim=1)
 
     def _slots_of(self, batch: int) -> Slots:
         if batch not in self._buckets:

@@ -113,10 +113,10 @@ def test_too_few_tokens_for_the_law_are_no_failure(model, head, prompts, tmp_pat
 
 
 def test_a_head_that_changes_the_output_exits_with_1(model, head, prompts, tmp_path, capsys, monkeypatch) -> None:
-    from spectrain.infer import runner
+    from spectrain.infer import stages
     from spectrain.tests.infer.test_evaluate import accept_everything
 
-    monkeypatch.setattr(runner, "verify_drafts", accept_everything)
+    monkeypatch.setattr(stages, "verify_drafts", accept_everything)
     arguments = ("--model", model, "--head", head, "--prompts", prompts, "--max-new-tokens", 24, "--out", tmp_path)
     code, shown, _ = run(capsys, *arguments)
     assert code == 1 and "FAILED" in shown

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from spectrain.infer import runner
+from spectrain.infer import stages
 from spectrain.infer.engine import Engine, EngineConfig, EngineError
 from spectrain.infer.evaluate import (
     Costs,
@@ -175,13 +175,13 @@ def accept_everything(*args, **options):
 def test_a_verifier_that_accepts_everything_is_caught_greedily(target: Target, monkeypatch) -> None:
     evaluation = work(5)
     build = builder(target, oracle(target, evaluation.prompts, 0.5))
-    monkeypatch.setattr(runner, "verify_drafts", accept_everything)
+    monkeypatch.setattr(stages, "verify_drafts", accept_everything)
     lossless = measure(evaluation, build).result.lossless
     assert not lossless.passed and lossless.excused == 0 and lossless.equal is not None and lossless.equal < 5
 
 
 def test_a_verifier_that_accepts_everything_is_caught_when_sampling(flat_target: Target, monkeypatch) -> None:
-    monkeypatch.setattr(runner, "verify_drafts", accept_everything)
+    monkeypatch.setattr(stages, "verify_drafts", accept_everything)
     law = torch.full((97, 97), 0.001)
     law[:, :10] = 1.0
     law /= law.sum(-1, keepdim=True)

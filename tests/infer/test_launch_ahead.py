@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from spectrain.infer import runner
+from spectrain.infer import stages
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.graphs import RecordingError
 from spectrain.infer.proposers.none import NoneProposer
@@ -131,7 +131,7 @@ def test_what_is_recorded_ran_in_the_same_way_before(target, sampling, monkeypat
             finally:
                 seen = plainly
 
-    verify = runner.verify_drafts
+    verify = stages.verify_drafts
 
     def watched(logits, drafts, *arguments, draft_log_probs, law_columns, **more):
         kind = draft_log_probs is None, law_columns is None, tuple(drafts.shape), logits.shape[0]
@@ -139,7 +139,7 @@ def test_what_is_recorded_ran_in_the_same_way_before(target, sampling, monkeypat
         seen.add(kind)
         return verify(logits, drafts, *arguments, draft_log_probs=draft_log_probs, law_columns=law_columns, **more)
 
-    monkeypatch.setattr(runner, "verify_drafts", watched)
+    monkeypatch.setattr(stages, "verify_drafts", watched)
     engine = engine_of(target, 4, sampling, max_batch_size=7)
     engine.runner.graphs = Watched()
     table = engine.table
