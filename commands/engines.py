@@ -1,10 +1,17 @@
 """Engines sized for the work at hand, for the commands that decode."""
 
+from collections.abc import Collection
+
 import torch
 
+from ..heads.folder import LoadedHead
+from ..heads.resolve import resolve
 from ..infer.draft_policy import DraftPolicyName
 from ..infer.engine import Engine, EngineConfig
 from ..infer.proposers.base import Proposer
+from ..infer.proposers.drafting import DraftSampling
+from ..infer.proposers.none import NoneProposer
+from ..infer.proposers.synthetic import SyntheticProposer
 from ..infer.target import Target
 from ..kernels.records import VerifyMode
 
@@ -42,3 +49,19 @@ def build_engine(
     if target.device.type == "cuda":
         torch.cuda.empty_cache()
     return Engine(target, proposer, config)
+
+
+def build_proposer(
+    target: Target,
+    loaded: LoadedHead | None,
+    num_draft_tokens: int,
+    draft_sampling: DraftSampling = "greedy",
+    allowed_packages: Collection[str] = (),
+) -> Proposer:
+    """What drafts `num_draft_tokens` a step: nothing for 0, a head's own proposer, free drafts without a head."""
+    if not num_draft_tokens:
+        return NoneProposer()
+    if loaded is None:
+        return SyntheticProposer(num_draft_tokens, target.vocab_size)
+    proposer = resolve(loaded.head.config.proposer, allowed_packages)
+    return proposer(loaded.head, target.tensors(), num_draft_tokens, draft_sampling)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from .acceptance import acceptance_rates
-from .heads import is_model, load_model, warn_of_differences
+from .heads import is_model, load_model, load_trained
 from .options import (
     AcceptanceLength,
     AcceptanceRates,
@@ -36,13 +36,13 @@ from .options import (
     VerificationName,
 )
 from .progress import progress_bars
+from .prompt_sets import check_lengths, read_prompts, set_names
 
 if TYPE_CHECKING:
     from ..heads.folder import LoadedHead
     from ..infer.engine import Engine
     from ..infer.evaluate import BuildEngine, Measured, Progress
     from ..infer.prompts import Prompt
-    from ..infer.proposers.base import Proposer
     from ..infer.report import MethodResult
     from ..infer.sampling import SamplingParams
     from ..infer.target import Target
@@ -175,13 +175,16 @@ def run(options: Options, *, quiet: bool = False) -> "list[MethodResult]":
     target = Target.load(
         options.model, device=device, dtype=dtype_of(options.dtype, device), max_length=options.max_length
     )
-    names = _set_names(options.prompts)
+    names = set_names(options.prompts)
     prompt_sets = {
-        name: _read_prompts(path, target, options) for name, path in zip(names, options.prompts, strict=True)
+        name: read_prompts(
+            path, target, options.model, raw=options.raw, all_turns=options.all_turns, limit=options.limit
+        )
+        for name, path in zip(names, options.prompts, strict=True)
     }
     loaded = None if method in HEADLESS else _load_head(options, target)
     k = 0 if method == PLAIN else _num_draft_tokens(options, {} if loaded is None else loaded.record)
-    _check_lengths(prompt_sets, k, target)
+    check_lengths(prompt_sets, k, target)
     rates = acceptance_rates(options.verification, k, options.acceptance_rates, options.acceptance_length)
     measured = []
     for name, prompts in prompt_sets.items():
@@ -276,45 +279,11 @@ def _params(options: Options) -> "SamplingParams":
     return SamplingParams(max_tokens=options.max_new_tokens, stop=tuple(options.stop or ()), **given)
 
 
-def _set_names(paths: Sequence[Path]) -> list[str]:
-    """A name for each file, the shortest that tells them apart; a file given twice is refused."""
-    for names in (
-        [path.name.split(".")[0] for path in paths],
-        [path.name for path in paths],
-        [f"{path.resolve().parent.name}/{path.name}" for path in paths],
-    ):
-        if len(set(names)) == len(names):
-            return names
-    doubled = next(name for name in names if names.count(name) > 1)
-    raise EvalError(f"every --prompts file needs a name of its own, found {doubled} twice; rename one or give it once")
-
-
-def _read_prompts(path: Path, target: "Target", options: Options) -> "list[Prompt]":
-    from ..infer.prompts import load_prompts
-
-    if target.tokenizer is None:
-        raise EvalError(f"prompts need a tokenizer, found none beside {options.model}; copy it into the model's folder")
-    return load_prompts([path], target.tokenizer, raw=options.raw, all_turns=options.all_turns, limit=options.limit)
-
-
 def _load_head(options: Options, target: "Target") -> "LoadedHead":
-    from ..heads.folder import load_head
-
     assert options.head is not None
     if options.method is not None and is_model(options.head, options.method):
         return load_model(options.head, options.method, target, options.model)
-    loaded = load_head(
-        options.head, device=target.device, dtype=target.dtype, allowed_packages=options.allow_package or ()
-    )
-    made, found = loaded.head.config.target, target.facts
-    for name in ("hidden_size", "num_layers", "vocab_size"):
-        if getattr(made, name) != getattr(found, name):
-            raise EvalError(
-                f"{options.head} was trained for a target of {name} {getattr(made, name)}, {options.model} has "
-                f"{getattr(found, name)}; give the target it was trained for"
-            )
-    warn_of_differences(loaded.record, target, options.head, options.model)
-    return loaded
+    return load_trained(options.head, target, options.model, options.allow_package or ())
 
 
 def _num_draft_tokens(options: Options, record: Mapping[str, Any]) -> int:
@@ -323,20 +292,6 @@ def _num_draft_tokens(options: Options, record: Mapping[str, Any]) -> int:
     if k < 1:
         raise EvalError(f"--num-draft-tokens must be at least 1, found {k}; use --method none for plain decoding")
     return k
-
-
-def _check_lengths(prompt_sets: "Mapping[str, Sequence[Prompt]]", k: int, target: "Target") -> None:
-    if k >= target.max_length:
-        raise EvalError(
-            f"drafts must be shorter than the context of {target.max_length} tokens, found --num-draft-tokens {k}; "
-            f"lower it or raise --max-length"
-        )
-    for prompt in (prompt for prompts in prompt_sets.values() for prompt in prompts):
-        if len(prompt.token_ids) >= target.max_length:
-            raise EvalError(
-                f"{prompt.source}: prompts must leave room in the context of {target.max_length} tokens, found "
-                f"{len(prompt.token_ids)}; shorten it or raise --max-length"
-            )
 
 
 def _builder(
@@ -351,9 +306,9 @@ def _builder(
     longest = max(len(p.token_ids) for p in prompts) + options.max_new_tokens
 
     def build(num_draft_tokens: int, batch_size: int) -> "Engine":
-        from .engines import build_engine
+        from .engines import build_engine, build_proposer
 
-        proposer = _proposer(options, target, loaded, num_draft_tokens)
+        proposer = build_proposer(target, loaded, num_draft_tokens, options.draft_sampling, options.allow_package or ())
         return build_engine(
             target,
             proposer,
@@ -368,21 +323,6 @@ def _builder(
         )
 
     return build
-
-
-def _proposer(options: Options, target: "Target", loaded: "LoadedHead | None", num_draft_tokens: int) -> "Proposer":
-    if not num_draft_tokens:
-        from ..infer.proposers.none import NoneProposer
-
-        return NoneProposer()
-    if loaded is None:
-        from ..infer.proposers.synthetic import SyntheticProposer
-
-        return SyntheticProposer(num_draft_tokens, target.vocab_size)
-    from ..heads.resolve import resolve
-
-    proposer = resolve(loaded.head.config.proposer, options.allow_package or ())
-    return proposer(loaded.head, target.tensors(), num_draft_tokens, options.draft_sampling)
 
 
 def _write(options: Options, k: int, target: "Target", measured: "Sequence[Measured]") -> None:

@@ -78,60 +78,34 @@ class Costs(NamedTuple):
 def evaluate(work: Evaluation, build: BuildEngine, progress: Progress) -> Measured:
     """Measures one method on one set of prompts and checks that it changed nothing."""
     k = work.num_draft_tokens
-    before = _run(work, build(0, work.batch_size), partial(progress, "plain decoding"))
+    before = decode(work, build(0, work.batch_size), partial(progress, "plain decoding"))
     engine = build(k, work.batch_size)
-    drafted = _run(work, engine, partial(progress, work.method))
+    drafted = decode(work, engine, partial(progress, work.method))
     best_k_by_batch_size = engine.best_num_draft_tokens()
     lossless = None
     if work.synthetic:
         lossless = unchecked_synthetic([_generation(output) for output in drafted.outputs])
     elif work.temperature > 0:
-        lossless = _check_law(work, engine, drafted)
+        lossless = check_law(work, engine, drafted)
     del engine
     single = _calibrate(work, build) if k > 1 and drafted.statistics.num_drafts else None
     engine = build(0, work.batch_size)
-    after = _run(work, engine, partial(progress, "plain decoding again"))
+    after = decode(work, engine, partial(progress, "plain decoding again"))
     if lossless is None:
-        lossless = _check_equal(work, build, engine, before, drafted, progress)
-    result = _result(work, (before, after), drafted, single, lossless, best_k_by_batch_size)
+        lossless = check_equal(work, engine, before, drafted, None)
+        if needs_plain_differences(work, lossless):
+            del engine
+            again = as_verified(work)
+            engine = build(0, again.batch_size)
+            phase, copies = f"plain decoding, batch {again.batch_size}", k + 1
+            other = decode(again, engine, lambda finished: progress(phase, finished // copies))
+            lossless = check_equal(work, engine, before, drafted, plain_differences(work, before, other))
+    result = result_of(work, (before, after), drafted, lossless, single, best_k_by_batch_size)
     return Measured(result, drafted.outputs, before.outputs)
 
 
-def best_num_draft_tokens(acceptance_by_position: Sequence[float], costs: Costs) -> tuple[int, list[float]]:
-    """The k of the highest predicted speed-up (0: none exceeds 1) and the predictions for k = 1, 2, ...
-
-    A step of k drafts yields 1 + p_1 + ... + p_k tokens, with p the unconditional acceptance by position.
-    """
-    predicted, tokens = [], 1.0
-    for rate, cost in zip(acceptance_by_position, costs.drafting, strict=True):
-        tokens += rate
-        predicted.append(tokens * costs.decode / cost)
-    best = max(range(len(predicted)), key=predicted.__getitem__) + 1
-    return (best if predicted[best - 1] > 1 else 0), predicted
-
-
-def step_costs(drafted: EngineStatistics, single: EngineStatistics | None, decode_ms: float, k: int) -> Costs:
-    """Cost of a step for 1..k drafts: a straight line between the measured ends, k and 1 drafts.
-
-    Without a measurement at 1, proposing grows from nothing and verifying from a plain step.
-    """
-    draft_k, verify_k = drafted.draft_ms, drafted.verify_ms
-    assert draft_k is not None and verify_k is not None
-    if single is None or single.draft_ms is None or single.verify_ms is None:
-        totals = [draft_k * i / k + decode_ms + (verify_k - decode_ms) * i / k for i in range(1, k + 1)]
-    else:
-        first, last = single.draft_ms + single.verify_ms, draft_k + verify_k
-        totals = [first + (last - first) * i / max(k - 1, 1) for i in range(k)]
-    return Costs(totals, decode_ms)
-
-
-def noise_floor(tokens_per_second: Sequence[float]) -> float:
-    """(fastest - slowest) / mean of repeated runs."""
-    mean = sum(tokens_per_second) / len(tokens_per_second)
-    return (max(tokens_per_second) - min(tokens_per_second)) / mean if mean else 0.0
-
-
-def _run(work: Evaluation, engine: Engine, progress: Callable[[int], None]) -> Run:
+def decode(work: Evaluation, engine: Engine, progress: Callable[[int], None]) -> Run:
+    """All prompts once through a warmed-up engine, whose cache then holds none of them."""
     _warm_up(work, engine)
     finished = 0
     progress(0)
@@ -144,67 +118,56 @@ def _run(work: Evaluation, engine: Engine, progress: Callable[[int], None]) -> R
     return Run(engine.generate(work.prompts, list(work.params), on_finish), engine.statistics)
 
 
-def _warm_up(work: Evaluation, engine: Engine) -> None:
-    few = min(len(work.prompts), work.batch_size)
-    params = [replace(p, max_tokens=min(p.max_tokens, WARMUP_TOKENS)) for p in work.params[:few]]
-    engine.generate(work.prompts[:few], params)
-    engine.pool.forget()  # or the measured run would find these prompts computed
-    engine.statistics = EngineStatistics()
-
-
-def _calibrate(work: Evaluation, build: BuildEngine) -> EngineStatistics:
-    """A short run at one draft token: the other end of the cost line."""
-    few = min(len(work.prompts), work.batch_size)
-    short = [replace(p, max_tokens=min(p.max_tokens, CALIBRATION_TOKENS)) for p in work.params[:few]]
-    part = replace(work, prompts=work.prompts[:few], params=short)
-    return _run(part, build(1, work.batch_size), lambda finished: None).statistics
-
-
-def _check_law(work: Evaluation, engine: Engine, drafted: Run) -> Losslessness:
+def check_law(work: Evaluation, engine: Engine, drafted: Run) -> Losslessness:
+    """The verdict above temperature 0; `engine`, idle, is asked for the target's law."""
     generator = torch.Generator().manual_seed(work.seed)
     laws = partial(score_probs, engine, work.params[0])
     return check_sampled([_generation(o) for o in drafted.outputs], laws, generator, work.law_by_position)
 
 
-def _check_equal(
-    work: Evaluation, build: BuildEngine, engine: Engine, plain: Run, drafted: Run, progress: Progress
-) -> Losslessness:
+def check_equal(work: Evaluation, engine: Engine, plain: Run, drafted: Run, differences: int | None) -> Losslessness:
+    """The verdict at temperature 0; `engine`, idle, is asked for the margin where two texts part.
+
+    `differences` as in `check_greedy`: what `plain_differences` found, None where nothing is excused but chance.
+    """
     first, second = ([_generation(o) for o in run.outputs] for run in (plain, drafted))
-    differences = None
-    verdict = check_greedy(first, second, partial(score_logits, engine, work.params[0]), work.dtype, differences)
-    if work.dtype in (torch.float32, torch.float64) or not verdict.divergences:
-        return verdict
-    del engine
-    # low precision rounds by the shape of the batch; what plain decoding shows against itself is the measure, with as
-    # many rows a step as verification has: every prompt k + 1 times
+    return check_greedy(first, second, partial(score_logits, engine, work.params[0]), work.dtype, differences)
+
+
+def needs_plain_differences(work: Evaluation, verdict: Losslessness) -> bool:
+    """Whether texts part that low precision may part: it rounds by the shape of the batch.
+
+    What plain decoding shows against itself at as many rows a step as verification has is then the measure.
+    """
+    return work.dtype not in (torch.float32, torch.float64) and bool(verdict.divergences)
+
+
+def as_verified(work: Evaluation) -> Evaluation:
+    """The same work for plain decoding of as many rows a step as verification has: every prompt k + 1 times."""
     copies = work.num_draft_tokens + 1
-    repeated = replace(
+    return replace(
         work,
         prompts=[prompt for prompt in work.prompts for _ in range(copies)],
         params=[params for params in work.params for _ in range(copies)],
         batch_size=work.batch_size * copies,
     )
-    engine = build(0, repeated.batch_size)
-    phase = f"plain decoding, batch {repeated.batch_size}"
-    other = _run(repeated, engine, lambda finished: progress(phase, finished // copies))
-    differences = count_differences(first, [_generation(o) for o in other.outputs[::copies]])
-    return check_greedy(first, second, partial(score_logits, engine, work.params[0]), work.dtype, differences)
 
 
-def _generation(output: RequestOutput) -> Generation:
-    return Generation(
-        output.prompt_token_ids, output.token_ids, output.block_lengths, output.finish_reason is FinishReason.ERROR
-    )
+def plain_differences(work: Evaluation, plain: Run, other: Run) -> int:
+    """Prompts on which plain decoding says something else as `as_verified` decodes them."""
+    copies = work.num_draft_tokens + 1
+    return count_differences(*([_generation(o) for o in part] for part in (plain.outputs, other.outputs[::copies])))
 
 
-def _result(
+def result_of(
     work: Evaluation,
     plain: Sequence[Run],
     drafted: Run,
-    single: EngineStatistics | None,
     lossless: Losslessness,
-    best_k_by_batch_size: dict[int, int],
+    single: EngineStatistics | None = None,
+    best_k_by_batch_size: dict[int, int] | None = None,
 ) -> MethodResult:
+    """The figures of a drafting run beside plain runs; `single` holds the costs of a step of one draft."""
     counts = drafted.statistics
     rates = [run.tokens_per_second for run in plain]
     baseline = sum(rates) / len(rates)
@@ -245,4 +208,60 @@ def _result(
         best_k_by_batch_size=best_k_by_batch_size or None,
         noise_floor=noise_floor(rates),
         lossless=lossless,
+    )
+
+
+def best_num_draft_tokens(acceptance_by_position: Sequence[float], costs: Costs) -> tuple[int, list[float]]:
+    """The k of the highest predicted speed-up (0: none exceeds 1) and the predictions for k = 1, 2, ...
+
+    A step of k drafts yields 1 + p_1 + ... + p_k tokens, with p the unconditional acceptance by position.
+    """
+    predicted, tokens = [], 1.0
+    for rate, cost in zip(acceptance_by_position, costs.drafting, strict=True):
+        tokens += rate
+        predicted.append(tokens * costs.decode / cost)
+    best = max(range(len(predicted)), key=predicted.__getitem__) + 1
+    return (best if predicted[best - 1] > 1 else 0), predicted
+
+
+def step_costs(drafted: EngineStatistics, single: EngineStatistics | None, decode_ms: float, k: int) -> Costs:
+    """Cost of a step for 1..k drafts: a straight line between the measured ends, k and 1 drafts.
+
+    Without a measurement at 1, proposing grows from nothing and verifying from a plain step.
+    """
+    draft_k, verify_k = drafted.draft_ms, drafted.verify_ms
+    assert draft_k is not None and verify_k is not None
+    if single is None or single.draft_ms is None or single.verify_ms is None:
+        totals = [draft_k * i / k + decode_ms + (verify_k - decode_ms) * i / k for i in range(1, k + 1)]
+    else:
+        first, last = single.draft_ms + single.verify_ms, draft_k + verify_k
+        totals = [first + (last - first) * i / max(k - 1, 1) for i in range(k)]
+    return Costs(totals, decode_ms)
+
+
+def noise_floor(tokens_per_second: Sequence[float]) -> float:
+    """(fastest - slowest) / mean of repeated runs."""
+    mean = sum(tokens_per_second) / len(tokens_per_second)
+    return (max(tokens_per_second) - min(tokens_per_second)) / mean if mean else 0.0
+
+
+def _warm_up(work: Evaluation, engine: Engine) -> None:
+    few = min(len(work.prompts), work.batch_size)
+    params = [replace(p, max_tokens=min(p.max_tokens, WARMUP_TOKENS)) for p in work.params[:few]]
+    engine.generate(work.prompts[:few], params)
+    engine.pool.forget()  # or the measured run would find these prompts computed
+    engine.statistics = EngineStatistics()
+
+
+def _calibrate(work: Evaluation, build: BuildEngine) -> EngineStatistics:
+    """A short run at one draft token: the other end of the cost line."""
+    few = min(len(work.prompts), work.batch_size)
+    short = [replace(p, max_tokens=min(p.max_tokens, CALIBRATION_TOKENS)) for p in work.params[:few]]
+    part = replace(work, prompts=work.prompts[:few], params=short)
+    return decode(part, build(1, work.batch_size), lambda finished: None).statistics
+
+
+def _generation(output: RequestOutput) -> Generation:
+    return Generation(
+        output.prompt_token_ids, output.token_ids, output.block_lengths, output.finish_reason is FinishReason.ERROR
     )
