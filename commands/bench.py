@@ -284,7 +284,7 @@ def heads(
     from .benchmarks.heads.table import markdown
 
     ks = plans.parse_counts(num_draft_tokens, "--num-draft-tokens")
-    more = plans.parse_counts(more_draft_tokens, "--more-draft-tokens")
+    more = plans.parse_counts(more_draft_tokens, "--more-draft-tokens") if more_draft_tokens else ()
     some = plans.names(seeded)
     found = plans.parse_heads(
         recipes, overrides or [], tuple(range(seed, seed + seeds)), some, max(ks), allow_package or []

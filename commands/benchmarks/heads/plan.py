@@ -205,8 +205,8 @@ def parse_temperatures(text: str) -> tuple[float, ...]:
 
 
 def parse_counts(text: str, option: str) -> tuple[int, ...]:
-    """Ascending whole numbers, each once; empty text gives none."""
-    return tuple(sorted(set(numbers(text, option)))) if text else ()
+    """Ascending whole numbers of at least 1, each once; raises BenchError for anything else."""
+    return tuple(sorted(set(numbers(text, option))))
 
 
 def names(text: str) -> tuple[str, ...]:

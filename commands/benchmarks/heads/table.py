@@ -139,7 +139,7 @@ def _heading(record: Mapping[str, Any]) -> str:
         f"target {settings['model']}",
         f"{settings['token_budget']:,} tokens in rows of {settings['sequence_length']}",
         f"{settings['num_prompts']} prompts a set, {settings['max_new_tokens']} new tokens",
-        f"{len(record['calls'])} calls, ratios within each",
+        f"ratios within a call, {len(record['calls'])} in all",
     ]
     note = f" {record['note']}." if record["note"] else ""
     return f"{'; '.join(facts)}.{note} With several seeds: mean ± half the distance of the ends."

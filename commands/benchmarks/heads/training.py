@@ -1,5 +1,6 @@
 """Training one head of the table: `fit`, on the benchmark's rows and budget, and what there is to tell of it."""
 
+import gc
 import json
 import statistics
 import sys
@@ -95,6 +96,8 @@ def train(plan: Plan, run: Run, work: Work, shards: ShardSet) -> dict[str, Any]:
         model=_model(plan, run, work, None),
         command=("spectrain", *sys.argv[1:]),
     )
+    # compiled attention is kept for a few shapes only, and those of the head before are of no use
+    torch.compiler.reset()
     memory = PeakMemory(device_of(plan.device))
     begun = time.perf_counter()
     with Screen() as screen:
@@ -135,11 +138,13 @@ class PeakMemory:
         self.device = device
         self._before = 0
         if self.device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
 
     def peak(self) -> int | None:
+        """The most so far."""
         return None if self.device.type == "cpu" else torch.cuda.max_memory_allocated() - self._before
 
 
