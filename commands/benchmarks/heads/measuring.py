@@ -26,6 +26,7 @@ from ....infer.losslessness import Losslessness
 from ....infer.prompts import Prompt
 from ....infer.report import verdict
 from ....infer.sampling import SamplingParams
+from ....infer.statistics import EngineStatistics
 from ....infer.target import Target
 from ...devices import environment
 from ...engines import build_engine, build_proposer
@@ -108,11 +109,11 @@ class Bench:
         prompts = [some[i % len(some)].token_ids for i in range(batch_size)]
         params = SamplingParams(max_tokens=16, ignore_eos=True)
         engine = self._engine(None, Load(0, batch_size, 0.0))
-        for _ in range(2):  # the first one compiles
-            engine.generate(prompts, params)
-            counts, engine.statistics = engine.statistics, type(engine.statistics)()
-            engine.pool.forget()
-        return counts.wall_seconds / 16
+        engine.generate(prompts, params)  # compiles
+        engine.pool.forget()
+        engine.statistics = EngineStatistics()
+        engine.generate(prompts, params)
+        return engine.statistics.wall_seconds / params.max_tokens
 
     def _run_plain(self, keys: Sequence[Key], times: int) -> None:
         load = Load(0, keys[0].batch_size, 0.0)
