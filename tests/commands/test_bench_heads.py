@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from spectrain import cli
+from spectrain.commands.benchmarks.heads import measuring
 from spectrain.commands.benchmarks.heads import plan as plans
 from spectrain.commands.benchmarks.heads import run as job
 from spectrain.commands.benchmarks.heads.estimate import Clock
@@ -20,6 +21,7 @@ from spectrain.commands.benchmarks.record import BenchError, Record
 from spectrain.commands.extract import extract
 from spectrain.commands.fit import Screen
 from spectrain.infer import runner
+from spectrain.infer.evaluate import Evaluation, as_verified
 from spectrain.tests.infer.test_evaluate import accept_everything
 from spectrain.tests.loop import save_target, write_chats
 from spectrain.tests.models import rand_llama
@@ -158,7 +160,6 @@ def test_what_drafting_changed_is_refused_and_the_rest_goes_on(inputs, one_call,
     with monkeypatch.context() as broken:
 
         def wrong_for_medusa(self: Bench, run: plans.Run, *rest: Any) -> Any:
-            self.measure_plain([])
             broken.setattr(runner, "verify_drafts", accept_everything if run.head.label == "medusa" else verify)
             return measure(self, run, *rest)
 
@@ -178,6 +179,26 @@ def test_what_drafting_changed_is_refused_and_the_rest_goes_on(inputs, one_call,
     code, _, error = run(capsys, *arguments)
     assert code == 0, error
     assert table(work)["refused"] is None and len(table(work)["results"]) == 4
+
+
+def test_texts_that_low_precision_parts_are_compared_with_plain_decoding_at_as_many_rows(
+    inputs, one_call, tmp_path, capsys, monkeypatch
+) -> None:
+    """Two heads, one further plain run: what it shows is shared."""
+    work = shutil.copytree(one_call, tmp_path / "work")
+    batches: list[int] = []
+
+    def count(evaluation: Evaluation) -> Evaluation:
+        batches.append(as_verified(evaluation).batch_size)
+        return as_verified(evaluation)
+
+    monkeypatch.setattr(measuring, "needs_plain_differences", lambda *arguments: True)
+    monkeypatch.setattr(measuring, "as_verified", count)
+    arguments = (*inputs, *SIZES, *TWO, "--temperatures", 0, "--num-draft-tokens", 1, "--work", work)
+    code, _, error = run(capsys, *arguments)
+    assert code == 0, error
+    assert set(batches) == {3 * (1 + 1)} and len(batches) == 2, "once for the engine, once for the texts"
+    assert all(row["measurements"][0]["lossless"] == ["passed: 3/3 prompts equal"] for row in table(work)["results"])
 
 
 def test_a_stored_measurement_that_had_not_passed_makes_no_row(one_call, tmp_path, inputs, capsys) -> None:
@@ -360,4 +381,5 @@ def test_estimates_are_scaled_by_how_wrong_they_were() -> None:
     assert clock.has_room(99.0) and not clock.has_room(101.0)
     clock.note(10.0, 30.0)
     assert clock.expect(20.0) == pytest.approx(60.0) and not clock.has_room(34.0)
+    assert clock.has_room(30.0) and not clock.has_room(30.0, 11.0)
     assert Clock(None).has_room(1e9)

@@ -61,9 +61,9 @@ class Clock:
         """An estimate, as far off as those before it were."""
         return estimated * (self._taken / self._estimated) if self._estimated else estimated
 
-    def has_room(self, estimated: float) -> bool:
-        """Whether a piece is likely to end in time."""
-        return self.limit is None or self.seconds + self.expect(estimated) < self.limit
+    def has_room(self, estimated: float, reserved: float = 0.0) -> bool:
+        """Whether a piece is likely to end in time, and `reserved` seconds before the end."""
+        return self.limit is None or self.seconds + self.expect(estimated) + reserved < self.limit
 
 
 def minutes(seconds: float) -> str:

@@ -5,8 +5,9 @@ is the noise floor of that call.
 """
 
 import dataclasses
+import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ....heads.folder import LoadedHead
@@ -30,6 +31,7 @@ from ....infer.statistics import EngineStatistics
 from ....infer.target import Target
 from ...devices import environment
 from ...engines import build_engine, build_proposer
+from .estimate import START_SECONDS
 from .plan import Plan, Run
 from .work import Load, Work
 
@@ -64,7 +66,7 @@ class Bench:
 
     def __init__(self, plan: Plan, work: Work, target: Target, prompts: Mapping[str, Sequence[Prompt]]) -> None:
         self.plan, self.work, self.target, self.prompts = plan, work, target, prompts
-        self.call = _unused_call(work)
+        self.call = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self._plain: dict[Key, list[Decoded]] = {}
         self._differences: dict[tuple[Key, int], int] = {}
         longest = max(len(prompt.token_ids) for some in prompts.values() for prompt in some)
@@ -72,7 +74,7 @@ class Bench:
 
     def measure(self, run: Run, loaded: LoadedHead, load: Load, sets: Sequence[str]) -> list[Outcome]:
         """One engine, all of `sets`; what passed its check is saved."""
-        self.measure_plain([Key(name, load.batch_size, load.temperature) for name in sets])
+        self.measure_plain(load, sets)
         decoded, verdicts = self._drafted(run, loaded, load, sets)
         undecided = [name for name in sets if name not in verdicts]
         verdicts |= self._compare_again(run, load, {name: decoded[name] for name in undecided})
@@ -87,11 +89,13 @@ class Bench:
             outcomes.append(Outcome(run, load, name, record, refused))
         return outcomes
 
-    def measure_plain(self, keys: Iterable[Key]) -> None:
-        """Plain decoding of every load that was not measured in this call, an engine a batch size."""
+    def measure_plain(self, load: Load, sets: Sequence[str]) -> None:
+        """Plain decoding at the batch size of `load`, at every temperature, where this call has not measured it."""
+        temperatures = {load.temperature, *self.plan.temperatures}
+        keys = [Key(name, load.batch_size, temperature) for temperature in sorted(temperatures) for name in sets]
         missing = [key for key in keys if key not in self._plain]
-        for batch_size in sorted({key.batch_size for key in missing}):
-            self._run_plain([key for key in missing if key.batch_size == batch_size], FIRST_RUNS)
+        if missing:
+            self._run_plain(missing, FIRST_RUNS)
 
     def measure_plain_again(self) -> None:
         """Once more what was measured, so that a machine that slowed down shows."""
@@ -99,9 +103,11 @@ class Bench:
             self._run_plain([key for key in self._plain if key.batch_size == batch_size], 1)
 
     @property
-    def plain_seconds(self) -> float:
-        """Seconds of one plain run of everything measured so far."""
-        return sum(runs[-1].statistics.wall_seconds for runs in self._plain.values())
+    def plain_again_seconds(self) -> float:
+        """About how long `measure_plain_again` takes."""
+        engines = len({key.batch_size for key in self._plain})
+        decoding = sum(runs[-1].statistics.wall_seconds for runs in self._plain.values())
+        return decoding + engines * START_SECONDS[self.target.device.type]
 
     def step_seconds(self, batch_size: int) -> float:
         """Seconds of a decoding step of this batch, of a prompt or two: for the time plan."""
@@ -199,12 +205,6 @@ class Bench:
         facts = {"date": time.strftime("%Y-%m-%d"), "environment": environment(self.target.device)}
         facts["dtype"] = str(self.target.dtype).removeprefix("torch.")
         self.work.save_plain(self.call, {**facts, "runs": runs})
-
-
-def _unused_call(work: Work) -> str:
-    begun = time.strftime("%Y%m%d-%H%M%S")
-    names = (begun if not i else f"{begun}-{i}" for i in range(1000))
-    return next(name for name in names if work.plain(name) is None)
 
 
 def _quiet(finished: int) -> None:

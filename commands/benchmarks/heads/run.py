@@ -48,7 +48,7 @@ class Job:
     device: torch.device
     clock: Clock
     estimates: dict[str, float] = field(default_factory=dict)  # seconds of each training that is left
-    steps: dict[int, float] = field(default_factory=dict)  # seconds of a plain step by batch size
+    step_seconds: float = 0.0  # of plain decoding at the smallest batch; larger ones take little more
     refused: list[str] = field(default_factory=list)
     stopped: bool = False
 
@@ -100,12 +100,12 @@ class Job:
         bench = self._bench() if measuring else None
         self._print_plan(bench, trainings, measuring)
         for run in self.runs():
-            trained = self._train(run) if run in trainings else self.work.trained(run) is not None
+            trained = self._train(bench, run) if run in trainings else self.work.trained(run) is not None
             if bench is not None and trained:
                 self._measure(bench, run)
             if self.stopped:
                 break
-        if bench is not None and self.clock.has_room(bench.plain_seconds):
+        if bench is not None and self.clock.has_room(bench.plain_again_seconds):
             bench.measure_plain_again()
         if self.stopped:
             print(f"stopped before the limit of {minutes(self.plan.time_limit or 0)}; run the command again to go on")
@@ -127,14 +127,13 @@ class Job:
             (self.work.folder / "table.md").write_text(markdown(record.as_json()), encoding="utf-8")
         return record
 
-    def _train(self, run: Run) -> bool:
+    def _train(self, bench: Bench | None, run: Run) -> bool:
         """Whether the run is now trained."""
         start = self.plan.starts_from(run)
         if start is not None and self.work.trained(start) is None:
             return False
         estimate = self.estimates[run.name]
-        if not self.clock.has_room(estimate):
-            self.stopped = True
+        if not self._has_room(bench, estimate):
             return False
         begun = time.perf_counter()
         self._say(f"{run.name}: training")
@@ -156,9 +155,9 @@ class Job:
         loaded = load_trained(folder, bench.target, self.plan.model, self.plan.packages)
         for load, sets in left:
             estimate = self._measuring_seconds(load, len(sets))
-            if not self.clock.has_room(estimate):
-                self.stopped = True
+            if not self._has_room(bench, estimate):
                 return
+            bench.measure_plain(load, sets)
             begun = time.perf_counter()
             for outcome in bench.measure(run, loaded, load, sets):
                 self._tell(outcome)
@@ -203,7 +202,7 @@ class Job:
             )
         total = sum(self.estimates.values())
         if bench is not None:
-            self.steps = {size: bench.step_seconds(size) for size in self.plan.batch_sizes}
+            self.step_seconds = bench.step_seconds(min(self.plan.batch_sizes))
             for run in measuring:
                 left = self.unmeasured(run)
                 seconds = sum(self._measuring_seconds(load, len(sets)) for load, sets in left)
@@ -221,7 +220,13 @@ class Job:
 
     def _plain_seconds(self, batch_size: int) -> float:
         steps = -(-self.plan.num_prompts // batch_size) * self.plan.max_new_tokens
-        return steps * self.steps[batch_size]
+        return steps * self.step_seconds
+
+    def _has_room(self, bench: Bench | None, estimate: float) -> bool:
+        """Whether a piece fits before the last plain runs; else this call stops."""
+        closing = 0.0 if bench is None else bench.plain_again_seconds
+        self.stopped = not self.clock.has_room(estimate, closing)
+        return not self.stopped
 
     def _is_asked(self, run: Run) -> bool:
         return self.plan.only is None or run.head.label in self.plan.only
