@@ -97,18 +97,23 @@ class Job:
         if not measuring and not trainings:
             print("everything is finished; writing the table")
             return
-        bench = self._bench() if measuring else None
-        self._print_plan(bench, trainings, measuring)
+        bench = None
+        if self._has_room(bench, 0.0):
+            bench = self._bench() if measuring else None
+            self._print_plan(bench, trainings, measuring)
+            self._each(bench, trainings)
+        if bench is not None and self.clock.has_room(bench.plain_again_seconds):
+            bench.measure_plain_again()
+        if self.stopped:
+            print(f"stopped before the limit of {minutes(self.plan.time_limit or 0)}; run the command again to go on")
+
+    def _each(self, bench: Bench | None, trainings: list[Run]) -> None:
         for run in self.runs():
             trained = self._train(bench, run) if run in trainings else self.work.trained(run) is not None
             if bench is not None and trained:
                 self._measure(bench, run)
             if self.stopped:
-                break
-        if bench is not None and self.clock.has_room(bench.plain_again_seconds):
-            bench.measure_plain_again()
-        if self.stopped:
-            print(f"stopped before the limit of {minutes(self.plan.time_limit or 0)}; run the command again to go on")
+                return
 
     def write(self) -> Record:
         """The table of everything that is finished, as JSON and as Markdown."""
