@@ -229,7 +229,7 @@ def test_a_killed_training_goes_on_to_the_same_head(inputs, one_call, tmp_path, 
 
 
 def test_a_model_that_others_start_from_is_made_for_them(inputs, tmp_path, capsys) -> None:
-    heads = ("--recipes", "pard", "--set", "draft_model:head.num_layers=1", "--num-draft-tokens", 1)
+    heads = ("--recipes", "pard", "--set", "draft_model:head.num_layers=2", "--num-draft-tokens", 1)
     more = ("--more-draft-tokens", 3, "--temperatures", 0)
     code, shown, error = run(capsys, *inputs, *SIZES, *heads, *more, "--only", "pard", "--work", tmp_path)
     assert code == 0, error
@@ -238,7 +238,7 @@ def test_a_model_that_others_start_from_is_made_for_them(inputs, tmp_path, capsy
     assert rows[0]["starts_from"] == ["draft_model-0"] and "pard (from draft_model-0)" in shown
     assert not (tmp_path / "measured" / "draft_model-0").exists()
     config = json.loads((tmp_path / "heads/pard-0/spectrain.json").read_text())["config"]
-    assert config["num_layers"] == 1, "the small model's, not a sixth of the target's"
+    assert config["num_layers"] == 2, "the small model's, not a sixth of the target's"
 
 
 def test_no_time_begins_nothing(inputs, tmp_path, capsys) -> None:
