@@ -151,6 +151,8 @@ def verify(
     from .benchmarks import verify as benchmark
     from .benchmarks.record import numbers
 
+    if rejection_batch < 0:
+        raise OutputError(f"--rejection-batch must be 0 or more, found {rejection_batch}")
     survival_of_length(acceptance_length, num_draft_tokens)  # refuses what does not fit before anything runs
     sizes = sorted(numbers(batch_sizes, "--batch-sizes"))
     source = _source(model, shape, device, dtype)
@@ -317,6 +319,36 @@ def heads(
     record = benchmark.run(plan)
     print(markdown(record.as_json()))
     print(f"table: {work / 'table.json'}, {work / 'table.md'}")
+
+
+@app.command("drafting")
+def drafting(
+    model: TargetModel = None,
+    shape: Shape = None,
+    requests: Annotated[int, typer.Option(help="Running requests.")] = 64,
+    context: Context = 8192,
+    steps: Steps = 40,
+    num_draft_tokens: Drafts = 5,
+    ngram_min: Annotated[int, typer.Option(help="Shortest n-gram looked up.")] = 2,
+    ngram_max: Annotated[int, typer.Option(help="Longest n-gram looked up.")] = 4,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    out: OutFile = Path("bench-drafting.json"),
+    overwrite: Overwrite = False,
+) -> None:
+    """Drafting without a head: n-gram drafts on the host and on the device beside one plain decoding step.
+
+    Checked: both draft the same, and what a search of the whole text from scratch finds.
+    """
+    settings = dict(locals())
+    _check(out, overwrite, requests=requests, context=context, steps=steps, num_draft_tokens=num_draft_tokens)
+    from ..infer.proposers.ngram_rule import NgramRule
+    from .benchmarks import drafting as benchmark
+
+    rule = NgramRule(min_n=ngram_min, max_n=ngram_max)
+    source = _source(model, shape, device, dtype)
+    work = benchmark.Work(requests, context, steps, num_draft_tokens, rule)
+    _run("drafting", source, settings, out, lambda record: benchmark.run(record, source, work))
 
 
 def _check(out: Path, overwrite: bool, **at_least_one: int) -> None:

@@ -22,6 +22,8 @@ def device_of(name: str) -> torch.device:
         raise DeviceError(f"--device must be auto, cpu, cuda or cuda:N, found {name!r}") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise DeviceError(f"--device {name} is not there: {torch.cuda.device_count()} CUDA devices found; use cpu")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # kernels, graphs and events go to the current device
     return device
 
 

@@ -1,26 +1,25 @@
 """Engines sized for the work at hand, for the commands that decode."""
 
-from collections.abc import Collection
+import sys
+from collections.abc import Callable
 
 import torch
 
-from ..heads.folder import LoadedHead
-from ..heads.resolve import resolve
 from ..infer.draft_policy import DraftPolicyName
 from ..infer.engine import Engine, EngineConfig
 from ..infer.proposers.base import Proposer
-from ..infer.proposers.drafting import DraftSampling
-from ..infer.proposers.none import NoneProposer
-from ..infer.proposers.synthetic import SyntheticProposer
 from ..infer.target import Target
 from ..kernels.records import VerifyMode
 
 STEP_TOKENS = 2048
 
+_said: set[str] = set()
+"""Why engines run slower than they could; a command builds several, and says each reason once."""
+
 
 def build_engine(
     target: Target,
-    proposer: Proposer,
+    proposer: Proposer | Callable[[EngineConfig], Proposer],
     *,
     num_draft_tokens: int,
     batch_size: int,
@@ -33,6 +32,7 @@ def build_engine(
 ) -> Engine:
     """An engine whose cache holds a full batch of `longest` tokens each, as far as memory goes.
 
+    A proposer that depends on the engine's sizes is given as what makes it from them.
     A target serves one engine at a time, the newest.
     """
     config = EngineConfig(
@@ -48,20 +48,9 @@ def build_engine(
     )
     if target.device.type == "cuda":
         torch.cuda.empty_cache()
-    return Engine(target, proposer, config)
-
-
-def build_proposer(
-    target: Target,
-    loaded: LoadedHead | None,
-    num_draft_tokens: int,
-    draft_sampling: DraftSampling = "greedy",
-    allowed_packages: Collection[str] = (),
-) -> Proposer:
-    """What drafts `num_draft_tokens` a step: nothing for 0, a head's own proposer, free drafts without a head."""
-    if not num_draft_tokens:
-        return NoneProposer()
-    if loaded is None:
-        return SyntheticProposer(num_draft_tokens, target.vocab_size)
-    proposer = resolve(loaded.head.config.proposer, allowed_packages)
-    return proposer(loaded.head, target.tensors(), num_draft_tokens, draft_sampling)
+    engine = Engine(target, proposer if isinstance(proposer, Proposer) else proposer(config), config)
+    for reason in (engine.not_fused, engine.not_recorded):
+        if reason is not None and reason not in _said:
+            _said.add(reason)
+            print(f"spectrain: warning: {target.name} runs slower than it could: {reason}", file=sys.stderr)
+    return engine

@@ -1,4 +1,4 @@
-"""`spectrain eval`: a draft head, or plain decoding, measured on prompts and checked for losslessness."""
+"""`spectrain eval`: drafting methods, or plain decoding, measured on prompts and checked for losslessness."""
 
 import json
 import os
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from .acceptance import acceptance_rates
-from .heads import is_model, load_model, load_trained
+from .heads import load_model, load_trained
+from .methods import PLAIN, DraftTokens, draft_tokens, methods_of, model_method, needs_head, uses_suffix
 from .options import (
     AcceptanceLength,
     AcceptanceRates,
@@ -36,21 +37,19 @@ from .options import (
     VerificationName,
 )
 from .progress import progress_bars
-from .prompt_sets import check_lengths, read_prompts, set_names
+from .prompt_sets import check_draft_length, read_prompts, set_names
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..heads.folder import LoadedHead
     from ..infer.engine import Engine
-    from ..infer.evaluate import BuildEngine, Measured, Progress
+    from ..infer.evaluate import BuildEngine, Evaluation, Measured
     from ..infer.prompts import Prompt
     from ..infer.report import MethodResult
     from ..infer.sampling import SamplingParams
     from ..infer.target import Target
 
-PLAIN = "none"
-SYNTHETIC = "synthetic"
-HEADLESS = (PLAIN, SYNTHETIC)
-DEFAULT_NUM_DRAFT_TOKENS = 3
 FILES = ("report.json", "report.html", "outputs.jsonl")
 
 
@@ -67,6 +66,14 @@ class Options(NamedTuple):
     method: str | None = None
     num_draft_tokens: int | None = None
     draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
+    ngram_min: int | None = None
+    ngram_max: int | None = None
+    ngram_match: Literal["earliest", "latest"] | None = None
+    suffix_max_depth: int | None = None
+    suffix_max_cached_requests: int | None = None
+    suffix_max_factor: float | None = None
+    suffix_min_token_prob: float | None = None
+    suffix_cache: Path | None = None
     verification: VerificationName = "standard"
     acceptance_rates: str | None = None
     acceptance_length: float | None = None
@@ -101,11 +108,31 @@ Prompts = Annotated[list[Path], typer.Option(help="JSONL files of prompts; one r
 Method = Annotated[
     str | None,
     typer.Option(
-        help="`none` for plain decoding, `synthetic` for free drafts, draft_model or pard where --head is an ordinary "
-        "model; else the head's own."
+        help="`none` for plain decoding, `ngram`, `ngram_gpu`, `suffix`, `custom:module:Class`, `synthetic` for free "
+        "drafts, the head's own, or `suffix+` the head's; draft_model or pard where --head is an ordinary model. "
+        "Several between commas are compared. Default: the head's."
     ),
 ]
-NumDraftTokens = Annotated[int | None, typer.Option(help="Draft tokens a step; the head's own default otherwise.")]
+NumDraftTokens = Annotated[
+    int | None, typer.Option(help="Draft tokens a step; else the head's own default, 24 for suffix, 3 for others.")
+]
+NgramMin = Annotated[
+    int | None, typer.Option(help="Shortest n-gram looked up; --ngram-max if only that is given, or 5.")
+]
+NgramMax = Annotated[
+    int | None, typer.Option(help="Longest n-gram looked up; --ngram-min if only that is given, or 5.")
+]
+NgramMatch = Annotated[
+    Literal["earliest", "latest"] | None,
+    typer.Option(help="Which occurrence of an n-gram is continued; the earliest, as in vLLM, if not given."),
+]
+SuffixMaxDepth = Annotated[int | None, typer.Option(help="Tokens of a match and its draft together; 24.")]
+SuffixMaxCachedRequests = Annotated[int | None, typer.Option(help="Earlier responses that are searched; 10000.")]
+SuffixMaxFactor = Annotated[float | None, typer.Option(help="Suffix draft tokens a matched token; 1.")]
+SuffixMinTokenProb = Annotated[float | None, typer.Option(help="Suffix drafts end below this frequency; 0.1.")]
+SuffixCache = Annotated[
+    Path | None, typer.Option(help="File of responses that suffix decoding starts from and that this run adds to.")
+]
 DraftSampling = Annotated[Literal["greedy", "probabilistic"], typer.Option(help="How drafts are drawn.")]
 DraftPolicy = Annotated[
     Literal["fixed", "adaptive"], typer.Option(help="`adaptive` verifies the drafts that pay and rests where none do.")
@@ -125,6 +152,14 @@ def evaluate(
     method: Method = None,
     num_draft_tokens: NumDraftTokens = None,
     draft_sampling: DraftSampling = "greedy",
+    ngram_min: NgramMin = None,
+    ngram_max: NgramMax = None,
+    ngram_match: NgramMatch = None,
+    suffix_max_depth: SuffixMaxDepth = None,
+    suffix_max_cached_requests: SuffixMaxCachedRequests = None,
+    suffix_max_factor: SuffixMaxFactor = None,
+    suffix_min_token_prob: SuffixMinTokenProb = None,
+    suffix_cache: SuffixCache = None,
     verification: Verification = "standard",
     acceptance_rates: AcceptanceRates = None,
     acceptance_length: AcceptanceLength = None,
@@ -153,7 +188,7 @@ def evaluate(
     overwrite: Overwrite = False,
     allow_package: AllowPackage = None,
 ) -> None:
-    """Decodes prompts plainly and with the head, through the same engine; reports speed and whether outputs agree.
+    """Decodes prompts plainly and with each method, through the same engine; reports speed and whether outputs agree.
 
     Exit code 1 if drafting changed the output. Synthetic verification changes it by design: nothing is checked then.
     """
@@ -163,60 +198,62 @@ def evaluate(
 
 
 def run(options: Options, *, quiet: bool = False) -> "list[MethodResult]":
-    """Measures every prompt file, writes the report folder and, unless `quiet`, prints the table."""
-    method = _method(options)
+    """Measures every method on every prompt file, writes the report folder and, unless `quiet`, prints the table."""
+    names = methods_of(options)
     _check_out(options)
     params = _params(options)
+    from ..infer.evaluate import compare
     from ..infer.report import print_table
     from ..infer.target import Target
     from .devices import device_of, dtype_of
+    from .methods import load_suffix_cache
 
     device = device_of(options.device)
     target = Target.load(
         options.model, device=device, dtype=dtype_of(options.dtype, device), max_length=options.max_length
     )
-    names = set_names(options.prompts)
+    sets = set_names(options.prompts)
+    reading = {"raw": options.raw, "all_turns": options.all_turns, "limit": options.limit}
     prompt_sets = {
-        name: read_prompts(
-            path, target, options.model, raw=options.raw, all_turns=options.all_turns, limit=options.limit
-        )
-        for name, path in zip(names, options.prompts, strict=True)
+        name: read_prompts(path, target, options.model, **reading)
+        for name, path in zip(sets, options.prompts, strict=True)
     }
-    loaded = None if method in HEADLESS else _load_head(options, target)
-    k = 0 if method == PLAIN else _num_draft_tokens(options, {} if loaded is None else loaded.record)
-    check_lengths(prompt_sets, k, target)
-    rates = acceptance_rates(options.verification, k, options.acceptance_rates, options.acceptance_length)
+    loaded = _load_head(options, target, names) if any(map(needs_head, names)) else None
+    record = {} if loaded is None else loaded.record
+    methods = {name: draft_tokens(name, options, record) for name in names}
+    check_draft_length(max(tokens.engine for tokens in methods.values()), target)
+    responses = load_suffix_cache(options, target)
     measured = []
     for name, prompts in prompt_sets.items():
-        build = _builder(options, target, loaded, rates, prompts)
+        builds = [_builder(m, tokens, options, target, loaded, prompts, responses) for m, tokens in methods.items()]
+        works = [_work(m, tokens.engine, name, prompts, params, options, target) for m, tokens in methods.items()]
         with progress_bars(len(prompts)) as progress:
-            measured.append(_measure(method, name, prompts, params, k, options, target, build, progress))
+            measured += compare(works, builds, progress)
     results = [m.result for m in measured]
-    _write(options, k, target, measured)
+    _write(options, methods, target, measured)
+    _save_responses(options, target, responses, measured)
     if not quiet:
         print_table(results)
         print(f"report: {options.out / 'report.html'}")
     return results
 
 
-def _measure(
+def _work(
     method: str,
-    name: str,
+    k: int,
+    prompt_set: str,
     prompts: "Sequence[Prompt]",
     params: "SamplingParams",
-    k: int,
     options: Options,
     target: "Target",
-    build: "BuildEngine",
-    progress: "Progress",
-) -> "Measured":
+) -> "Evaluation":
     from dataclasses import replace
 
-    from ..infer.evaluate import Evaluation, evaluate
+    from ..infer.evaluate import Evaluation
 
-    work = Evaluation(
+    return Evaluation(
         method=method,
-        prompt_set=name,
+        prompt_set=prompt_set,
         prompts=[p.token_ids for p in prompts],
         params=[replace(params, seed=options.seed + p.index) for p in prompts],
         num_draft_tokens=k,
@@ -226,33 +263,6 @@ def _measure(
         law_by_position=options.verification != "block",
         synthetic=options.verification == "synthetic",
     )
-    return evaluate(work, build, progress)
-
-
-def _method(options: Options) -> str:
-    """The method's name, from the head where one is given."""
-    if options.head is None:
-        if options.method in HEADLESS:
-            return options.method
-        wanted = "" if options.method is None else f" for --method {options.method}"
-        raise EvalError(
-            f"expected a draft head{wanted}, found no --head; give --head DIR written by `spectrain fit`, or "
-            f"--method none to measure plain decoding"
-        )
-    if options.method == PLAIN:
-        return PLAIN
-    if options.method == SYNTHETIC:
-        raise EvalError("synthetic drafts need no head, found --head; drop --head, or --method")
-    if options.method is not None and is_model(options.head, options.method):
-        return options.method
-    from ..heads.folder import read_record
-    from ..heads.resolve import resolve
-
-    config = resolve(read_record(options.head)["config_class"], options.allow_package or ())
-    method = config.proposer.split(":")[0].split(".")[-1]
-    if options.method not in (None, method):
-        raise EvalError(f"{options.head} is a head for {method}, found --method {options.method}; drop --method")
-    return method
 
 
 def _check_out(options: Options) -> None:
@@ -279,36 +289,33 @@ def _params(options: Options) -> "SamplingParams":
     return SamplingParams(max_tokens=options.max_new_tokens, stop=tuple(options.stop or ()), **given)
 
 
-def _load_head(options: Options, target: "Target") -> "LoadedHead":
+def _load_head(options: Options, target: "Target", names: Sequence[str]) -> "LoadedHead":
     assert options.head is not None
-    if options.method is not None and is_model(options.head, options.method):
-        return load_model(options.head, options.method, target, options.model)
+    method = model_method(options.head, names)
+    if method is not None:
+        return load_model(options.head, method, target, options.model)
     return load_trained(options.head, target, options.model, options.allow_package or ())
 
 
-def _num_draft_tokens(options: Options, record: Mapping[str, Any]) -> int:
-    own = record.get("serving", {}).get("num_draft_tokens", DEFAULT_NUM_DRAFT_TOKENS)
-    k = own if options.num_draft_tokens is None else options.num_draft_tokens
-    if k < 1:
-        raise EvalError(f"--num-draft-tokens must be at least 1, found {k}; use --method none for plain decoding")
-    return k
-
-
 def _builder(
+    method: str,
+    tokens: DraftTokens,
     options: Options,
     target: "Target",
     loaded: "LoadedHead | None",
-    rates: tuple[float, ...] | None,
     prompts: "Sequence[Prompt]",
+    responses: "Sequence[np.ndarray]",
 ) -> "BuildEngine":
     from ..kernels.records import VerifyMode
+    from .methods import proposer_maker
 
     longest = max(len(p.token_ids) for p in prompts) + options.max_new_tokens
+    proposer = proposer_maker(method, options, target, loaded, tokens, responses)
+    rates = acceptance_rates(options.verification, tokens.engine, options.acceptance_rates, options.acceptance_length)
 
     def build(num_draft_tokens: int, batch_size: int) -> "Engine":
-        from .engines import build_engine, build_proposer
+        from .engines import build_engine
 
-        proposer = build_proposer(target, loaded, num_draft_tokens, options.draft_sampling, options.allow_package or ())
         return build_engine(
             target,
             proposer,
@@ -325,13 +332,17 @@ def _builder(
     return build
 
 
-def _write(options: Options, k: int, target: "Target", measured: "Sequence[Measured]") -> None:
+def _write(
+    options: Options, methods: Mapping[str, DraftTokens], target: "Target", measured: "Sequence[Measured]"
+) -> None:
     from ..infer.report import report_json, write_json
     from ..infer.report_page import page
     from .devices import environment
 
     settings = {name: _plain(value) for name, value in options._asdict().items()}
-    settings |= {"model": target.name, "num_draft_tokens": k, "device": str(target.device)}
+    k = {name: tokens.engine for name, tokens in methods.items()}
+    settings |= {"model": target.name, "device": str(target.device)}
+    settings["num_draft_tokens"] = k if len(k) > 1 else next(iter(k.values()))
     settings["dtype"] = str(target.dtype).removeprefix("torch.")
     results = [m.result for m in measured]
     facts = environment(target.device)
@@ -351,9 +362,12 @@ def _write(options: Options, k: int, target: "Target", measured: "Sequence[Measu
 
 def _write_outputs(path: Path, target: "Target", measured: "Sequence[Measured]") -> None:
     with open(path, "w", encoding="utf-8") as file:
+        written: set[tuple[str, str]] = set()
         for m in measured:
-            runs = {m.result.method: m.outputs, PLAIN: m.plain_outputs}
-            for method, outputs in runs.items():
+            for method, outputs in {m.result.method: m.outputs, PLAIN: m.plain_outputs}.items():
+                if (m.result.prompt_set, method) in written:
+                    continue
+                written.add((m.result.prompt_set, method))
                 for index, output in enumerate(outputs):
                     text = output.text
                     if text is None and target.tokenizer is not None:
@@ -367,6 +381,17 @@ def _write_outputs(path: Path, target: "Target", measured: "Sequence[Measured]")
                         "text": text,
                     }
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _save_responses(
+    options: Options, target: "Target", earlier: "Sequence[np.ndarray]", measured: "Sequence[Measured]"
+) -> None:
+    """Adds what one suffix method wrote, which is what all of them did, to the file of responses."""
+    from .methods import save_suffix_cache
+
+    method = next((m.result.method for m in measured if uses_suffix(m.result.method)), None)
+    fresh = [output.token_ids for m in measured if m.result.method == method for output in m.outputs]
+    save_suffix_cache(options, target, [*earlier, *fresh])
 
 
 def _plain(value: Any) -> Any:

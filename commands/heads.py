@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..heads.folder import LoadedHead
+    from ..infer.proposers.base import Proposer
+    from ..infer.proposers.drafting import DraftSampling
     from ..infer.target import Target
 
 MODEL_METHODS = ("draft_model", "pard")
@@ -83,3 +85,17 @@ def warn_of_differences(record: Mapping[str, Any], target: "Target", head: Path,
                 f"{model} ({now[:12]}); acceptance will suffer",
                 file=sys.stderr,
             )
+
+
+def head_proposer(
+    target: "Target",
+    loaded: "LoadedHead",
+    num_draft_tokens: int,
+    draft_sampling: "DraftSampling",
+    allowed_packages: Collection[str] = (),
+) -> "Proposer":
+    """What drafts with a head."""
+    from ..heads.resolve import resolve
+
+    proposer = resolve(loaded.head.config.proposer, allowed_packages)
+    return proposer(loaded.head, target.tensors(), num_draft_tokens, draft_sampling)

@@ -1,6 +1,7 @@
 """Prompt files as the commands that decode them read them: one set a file, each with a name of its own."""
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,24 +32,33 @@ def set_names(paths: Sequence[Path]) -> list[str]:
 def read_prompts(
     path: Path, target: "Target", model: str, *, raw: bool = False, all_turns: bool = False, limit: int | None = None
 ) -> "list[Prompt]":
-    """The prompts of a file, rendered for a target that was loaded from `model`."""
+    """The prompts of a file, rendered for a target that was loaded from `model`.
+
+    Those that leave no room in the target's context are left out, with a warning each; raises PromptSetError where none
+    is left.
+    """
     from ..infer.prompts import load_prompts
 
     if target.tokenizer is None:
         raise PromptSetError(f"prompts need a tokenizer, found none beside {model}; copy it into the model's folder")
-    return load_prompts([path], target.tokenizer, raw=raw, all_turns=all_turns, limit=limit)
+    prompts = load_prompts([path], target.tokenizer, raw=raw, all_turns=all_turns, limit=limit)
+    fitting = [prompt for prompt in prompts if len(prompt.token_ids) < target.max_length]
+    for prompt in prompts:
+        if len(prompt.token_ids) >= target.max_length:
+            print(
+                f"spectrain: warning: {prompt.source} is left out: prompts must leave room in the context of "
+                f"{target.max_length} tokens, found {len(prompt.token_ids)}; shorten it or raise --max-length",
+                file=sys.stderr,
+            )
+    if not fitting:
+        raise PromptSetError(f"{path} holds no prompt shorter than the context of {target.max_length} tokens")
+    return fitting
 
 
-def check_lengths(prompt_sets: "Mapping[str, Sequence[Prompt]]", num_draft_tokens: int, target: "Target") -> None:
-    """Raises PromptSetError where drafts or a prompt leave no room in the target's context."""
+def check_draft_length(num_draft_tokens: int, target: "Target") -> None:
+    """Raises PromptSetError where so many drafts do not fit the target's context."""
     if num_draft_tokens >= target.max_length:
         raise PromptSetError(
             f"drafts must be shorter than the context of {target.max_length} tokens, found --num-draft-tokens "
             f"{num_draft_tokens}; lower it or raise --max-length"
         )
-    for prompt in (prompt for prompts in prompt_sets.values() for prompt in prompts):
-        if len(prompt.token_ids) >= target.max_length:
-            raise PromptSetError(
-                f"{prompt.source}: prompts must leave room in the context of {target.max_length} tokens, found "
-                f"{len(prompt.token_ids)}; shorten it or raise --max-length"
-            )

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
@@ -16,7 +17,7 @@ from ..kernels.records import VerifyMode
 from .costs import StepCosts
 from .draft_policy import DraftPolicy, DraftPolicyName
 from .flight import Clock, Flight, Verified
-from .graphs import GraphCache
+from .graphs import GraphCache, RecordingError
 from .planes import BlockPool, Planes, PlaneSpec
 from .proposers.base import Proposer, Released
 from .request import Request, RequestOutput
@@ -52,6 +53,7 @@ class EngineConfig:
     verify_mode: VerifyMode = VerifyMode.STANDARD
     acceptance_rates: tuple[float, ...] | None = None  # SYNTHETIC: share of steps that keep the first 1, 2, ... drafts
     draft_policy: DraftPolicyName = "fixed"  # adaptive: verify what pays, draft while it pays
+    fp64_gumbel: bool = False  # the noise that draws a token in float64; that of drafts stays float32
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_batch_tokens", "max_batch_size"):
@@ -59,6 +61,18 @@ class EngineConfig:
                 raise EngineError(f"{name} must be at least 1, found {getattr(self, name)}")
         if self.num_draft_tokens < 0:
             raise EngineError(f"num_draft_tokens must be 0 or more, found {self.num_draft_tokens}")
+        for name, least in (("num_blocks", 2), ("max_length", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise EngineError(f"{name} must be None or at least {least}, found {value}")
+        if not 0 < self.memory_share <= 1:
+            raise EngineError(f"memory_share must be in (0, 1], found {self.memory_share}")
+        if self.draft_policy not in get_args(DraftPolicyName):
+            raise EngineError(
+                f"draft_policy must be one of {', '.join(get_args(DraftPolicyName))}, found {self.draft_policy!r}"
+            )
+        if not isinstance(self.verify_mode, VerifyMode):
+            raise EngineError(f"verify_mode must be a VerifyMode, found {self.verify_mode!r}")
         if (self.acceptance_rates is not None) != (self.verify_mode is VerifyMode.SYNTHETIC):
             given = "none were given" if self.acceptance_rates is None else f"the mode is {self.verify_mode.value}"
             raise EngineError(f"synthetic verification, and no other, takes acceptance rates; found {given}")
@@ -87,13 +101,14 @@ class Engine:
         target.capture(requirements.layer_ids)
         on_gpu = target.device.type == "cuda"
         self.not_fused: str | None = None  # why the target runs its own code, where it could be fused
+        self.not_recorded: str | None = None  # why steps run call by call, where they could be CUDA graphs
         if on_gpu and not config.eager:
             self.not_fused = target.fuse()
         else:
             target.unfuse()
         specs = (*target.plane_specs, *requirements.planes)
         spare_slots = requirements.spare_slots(config.num_draft_tokens)
-        num_blocks = config.num_blocks or self._num_blocks(specs, self.max_length + spare_slots)
+        num_blocks = self._num_blocks(specs, self.max_length + spare_slots)
         self.pool = BlockPool(
             num_blocks, config.block_size, prefix_cache=config.prefix_cache, next_token=requirements.next_token
         )
@@ -110,7 +125,7 @@ class Engine:
         )
         proposer.bind(planes, config.max_batch_size + 1)
         self.settings = SamplingTable(config.max_batch_size + 1, target.vocab_size, target.device)
-        use_graphs = on_gpu and not config.eager and not requirements.on_host
+        use_graphs = on_gpu and not config.eager
         adaptive = config.draft_policy == "adaptive" and config.num_draft_tokens > 0
         graphs = GraphCache(target.device) if use_graphs else None
         self.runner = Runner(
@@ -130,14 +145,31 @@ class Engine:
         self.statistics = EngineStatistics()
         self._next_id = 0
         with torch.inference_mode():
-            self.runner.capture(config.max_batch_size)
+            self._record()
             if adaptive:
                 found = costs or self.runner.measure(config.max_batch_size)
                 self.runner.policy = DraftPolicy(self.runner.widths, found, corrects_costs=costs is None)
 
+    def _record(self) -> None:
+        """Records steps as CUDA graphs where they are used; what cannot be recorded runs call by call instead."""
+        try:
+            self.runner.capture(self.config.max_batch_size)
+        except RecordingError as error:
+            self.not_recorded = str(error)
+            self.runner.run_plainly()
+            self._ahead = False
+
     def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
         """Queues a prompt and returns its request id; raises EngineError if it can never run."""
-        prompt = [int(token) for token in prompt_token_ids]
+        request = self._request(prompt_token_ids, params)
+        self.scheduler.add(request)
+        return request.request_id
+
+    def _request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Request:
+        try:
+            prompt = [operator.index(token) for token in prompt_token_ids]
+        except TypeError as error:
+            raise EngineError(f"prompt tokens must be whole numbers: {error}") from error
         if not prompt:
             raise EngineError("a prompt must hold at least one token, found none")
         wrong = [token for token in prompt if not 0 <= token < self.target.vocab_size]
@@ -163,8 +195,7 @@ class Engine:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         request = Request(self._next_id, prompt, params, seed, stopper)
         self._next_id += 1
-        self.scheduler.add(request)
-        return request.request_id
+        return request
 
     @torch.inference_mode()
     def best_num_draft_tokens(self) -> dict[int, int]:
@@ -191,7 +222,10 @@ class Engine:
         for request in (*self.scheduler.running, *self.scheduler.waiting):
             if request.request_id == request_id:
                 request.finish_reason = FinishReason.CANCELLED
-                return self._finish(request)
+                output = self._finish(request)
+                if not self.has_unfinished():
+                    self._rest()
+                return output
         return None
 
     @torch.inference_mode()
@@ -212,18 +246,21 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams],
         on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
-        """Runs prompts to the end; outputs in the order of the prompts."""
+        """Runs prompts to the end; outputs in the order of the prompts.
+
+        Raises EngineError, and queues none of them, if one can never run. `on_finish` may cancel others.
+        """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        ids = [self.add_request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+        requests = [self._request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+        for request in requests:
+            self.scheduler.add(request)
         start = time.perf_counter()
-        outputs: dict[int, RequestOutput] = {}
         while self.has_unfinished():
             for output in self.step():
-                outputs[output.request_id] = output
                 if on_finish is not None:
                     on_finish(output)
         self.statistics.wall_seconds += time.perf_counter() - start
-        return [outputs[request_id] for request_id in ids]
+        return [_output_of(request) for request in requests]
 
     def _launch(self) -> Flight | None:
         """Starts the step the scheduler asks for; nothing is in flight."""
@@ -296,8 +333,12 @@ class Engine:
         if landed:
             self._count_step(flight, "prefill" if prompts else "verify" if drafted else "decode")
         if not self.has_unfinished():
-            self._flight = self._last_clock = None
+            self._rest()
         return outputs
+
+    def _rest(self) -> None:
+        """Nothing is left to do: a step in flight is of no use, and time until the next one is no step's."""
+        self._flight = self._last_clock = None
 
     def _count_step(self, flight: Flight, kind: StepKind) -> None:
         clock, before = flight.clock, self._last_clock
@@ -328,20 +369,10 @@ class Engine:
         self.statistics.count_request(drafted=result.num_drafted, accepted=len(result.token_ids) - 1, emitted=kept)
 
     def _finish(self, request: Request) -> RequestOutput:
-        assert request.finish_reason is not None
         self._release(request, finished=request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH))
         self.scheduler.finish(request)
         self.statistics.count_prompt(len(request.prompt_token_ids), cached=request.num_cached)
-        return RequestOutput(
-            request.request_id,
-            request.prompt_token_ids,
-            request.output_token_ids,
-            request.finish_reason,
-            request.block_lengths,
-            request.error,
-            request.stopper.text,
-            None if request.params.logprobs is None else request.logprobs,
-        )
+        return _output_of(request)
 
     def _release(self, request: Request, *, finished: bool) -> None:
         """Tells the proposer, whose rows of the request are still in its blocks, and gives the table row back."""
@@ -353,15 +384,37 @@ class Engine:
     def _verification(self) -> Verification:
         mode, rates, k = self.config.verify_mode, self.config.acceptance_rates, self.config.num_draft_tokens
         if not k or rates is None:
-            return Verification(mode if k else VerifyMode.STANDARD)
-        return Verification(mode, synthetic_rates(k, rates=rates, device=self.target.device))
+            return Verification(mode if k else VerifyMode.STANDARD, fp64_gumbel=self.config.fp64_gumbel)
+        return Verification(mode, synthetic_rates(k, rates=rates, device=self.target.device), self.config.fp64_gumbel)
 
     def _num_blocks(self, specs: Sequence[PlaneSpec], slots: int) -> int:
-        """Blocks for a full batch of requests of so many slots, or as many as the free memory holds."""
+        """Blocks for a full batch of so many slots each, or as many as memory holds, unless the config says."""
         block_bytes = sum(spec.bytes_per_token for spec in specs) * self.config.block_size
         free = _free_memory(self.target.device)
+        given = self.config.num_blocks
+        if given is not None:
+            if given * block_bytes > free:
+                raise EngineError(
+                    f"a cache of {given} blocks takes {given * block_bytes / 2**30:.1f} GiB, free are "
+                    f"{free / 2**30:.1f}; lower --num-blocks to {free // block_bytes} or less"
+                )
+            return given
         wanted = self.config.max_batch_size * -(-slots // self.config.block_size) + 1
         return max(2, min(wanted, int(free * self.config.memory_share) // block_bytes))
+
+
+def _output_of(request: Request) -> RequestOutput:
+    assert request.finish_reason is not None
+    return RequestOutput(
+        request.request_id,
+        request.prompt_token_ids,
+        request.output_token_ids,
+        request.finish_reason,
+        request.block_lengths,
+        request.error,
+        request.stopper.text,
+        None if request.params.logprobs is None else request.logprobs,
+    )
 
 
 def _free_memory(device: torch.device) -> int:

@@ -68,6 +68,15 @@ class Run(NamedTuple):
         return self.statistics.output_tokens / max(self.statistics.wall_seconds, 1e-9)
 
 
+class Drafted(NamedTuple):
+    """A method's run, and what only its own engine can tell."""
+
+    run: Run
+    best_k_by_batch_size: dict[int, int]
+    single: EngineStatistics | None  # a short run at one draft token; None: not made
+    lossless: Losslessness | None  # None: still to be compared with plain decoding
+
+
 class Costs(NamedTuple):
     """Milliseconds of a drafting step of 1, 2, ... draft tokens, and of a plain one."""
 
@@ -77,35 +86,38 @@ class Costs(NamedTuple):
 
 def evaluate(work: Evaluation, build: BuildEngine, progress: Progress) -> Measured:
     """Measures one method on one set of prompts and checks that it changed nothing."""
-    k = work.num_draft_tokens
-    before = decode(work, build(0, work.batch_size), partial(progress, "plain decoding"))
-    engine = build(k, work.batch_size)
-    drafted = decode(work, engine, partial(progress, work.method))
-    best_k_by_batch_size = engine.best_num_draft_tokens()
-    lossless = None
-    if work.synthetic:
-        lossless = unchecked_synthetic([_generation(output) for output in drafted.outputs])
-    elif work.temperature > 0:
-        lossless = check_law(work, engine, drafted)
-    del engine
-    single = _calibrate(work, build) if k > 1 and drafted.statistics.num_drafts else None
-    engine = build(0, work.batch_size)
-    after = decode(work, engine, partial(progress, "plain decoding again"))
-    if lossless is None:
-        lossless = check_equal(work, engine, before, drafted, None)
+    return compare([work], [build], progress)[0]
+
+
+def compare(works: Sequence[Evaluation], builds: Sequence[BuildEngine], progress: Progress) -> list[Measured]:
+    """The same for several methods on the same prompts, all of them between the same two plain runs.
+
+    `works` differ in method, draft tokens and what depends on them; `builds[i]` makes the engines of `works[i]`.
+    """
+    first, build = works[0], builds[0]
+    before = decode(first, build(0, first.batch_size), partial(progress, "plain decoding"))
+    drafts = [_draft(work, make, progress) for work, make in zip(works, builds, strict=True)]
+    engine = build(0, first.batch_size)
+    after = decode(first, engine, partial(progress, "plain decoding again"))
+    measured = []
+    for work, drafted in zip(works, drafts, strict=True):
+        lossless = drafted.lossless
+        if lossless is None:
+            lossless = check_equal(work, engine, before, drafted.run, None)
         if needs_plain_differences(work, lossless):
             del engine
-            again = as_verified(work)
-            engine = build(0, again.batch_size)
-            phase, copies = f"plain decoding, batch {again.batch_size}", k + 1
-            other = decode(again, engine, lambda finished: progress(phase, finished // copies))
-            lossless = check_equal(work, engine, before, drafted, plain_differences(work, before, other))
-    result = result_of(work, (before, after), drafted, lossless, single, best_k_by_batch_size)
-    return Measured(result, drafted.outputs, before.outputs)
+            again, copies = as_verified(work), work.num_draft_tokens + 1
+            engine, phase = build(0, again.batch_size), f"plain decoding, batch {again.batch_size}"
+            other = decode(again, engine, lambda finished, p=phase, c=copies: progress(p, finished // c))
+            lossless = check_equal(work, engine, before, drafted.run, plain_differences(work, before, other))
+        measured.append(
+            Measured(result_of(work, (before, after), drafted, lossless), drafted.run.outputs, before.outputs)
+        )
+    return measured
 
 
 def decode(work: Evaluation, engine: Engine, progress: Callable[[int], None]) -> Run:
-    """All prompts once through a warmed-up engine, whose cache then holds none of them."""
+    """All prompts once through a warmed-up engine, which knew none of them."""
     _warm_up(work, engine)
     finished = 0
     progress(0)
@@ -128,14 +140,14 @@ def check_law(work: Evaluation, engine: Engine, drafted: Run) -> Losslessness:
 def check_equal(work: Evaluation, engine: Engine, plain: Run, drafted: Run, differences: int | None) -> Losslessness:
     """The verdict at temperature 0; `engine`, idle, is asked for the margin where two texts part.
 
-    `differences` as in `check_greedy`: what `plain_differences` found, None where nothing is excused but chance.
+    `differences` as in `check_greedy`: what `plain_differences` found, None where it was not asked.
     """
     first, second = ([_generation(o) for o in run.outputs] for run in (plain, drafted))
     return check_greedy(first, second, partial(score_logits, engine, work.params[0]), work.dtype, differences)
 
 
 def needs_plain_differences(work: Evaluation, verdict: Losslessness) -> bool:
-    """Whether texts part that low precision may part: it rounds by the shape of the batch.
+    """Whether greedy texts part where low precision may part them, since it rounds by the shape of the batch.
 
     What plain decoding shows against itself at as many rows a step as verification has is then the measure.
     """
@@ -154,21 +166,14 @@ def as_verified(work: Evaluation) -> Evaluation:
 
 
 def plain_differences(work: Evaluation, plain: Run, other: Run) -> int:
-    """Prompts on which plain decoding says something else as `as_verified` decodes them."""
+    """Prompts on which plain decoding says something else when it decodes them `as_verified`."""
     copies = work.num_draft_tokens + 1
     return count_differences(*([_generation(o) for o in part] for part in (plain.outputs, other.outputs[::copies])))
 
 
-def result_of(
-    work: Evaluation,
-    plain: Sequence[Run],
-    drafted: Run,
-    lossless: Losslessness,
-    single: EngineStatistics | None = None,
-    best_k_by_batch_size: dict[int, int] | None = None,
-) -> MethodResult:
-    """The figures of a drafting run beside plain runs; `single` holds the costs of a step of one draft."""
-    counts = drafted.statistics
+def result_of(work: Evaluation, plain: Sequence[Run], drafted: Drafted, lossless: Losslessness) -> MethodResult:
+    """The figures of a drafting run beside plain ones."""
+    run, counts = drafted.run, drafted.run.statistics
     rates = [run.tokens_per_second for run in plain]
     baseline = sum(rates) / len(rates)
     decode_steps = sum(run.statistics.num_decode_steps for run in plain)
@@ -178,7 +183,7 @@ def result_of(
     acceptance = counts.acceptance_by_position
     if counts.draft_ms is not None and counts.verify_ms is not None and decode_ms and acceptance:
         break_even = (counts.draft_ms + counts.verify_ms) / decode_ms
-        costs = step_costs(counts, single, decode_ms, len(acceptance))
+        costs = step_costs(counts, drafted.single, decode_ms, len(acceptance))
         best_k, predicted = best_num_draft_tokens(acceptance, costs)
     return MethodResult(
         method=work.method,
@@ -196,16 +201,16 @@ def result_of(
         acceptance_by_position=acceptance,
         conditional_acceptance_by_position=counts.conditional_acceptance_by_position,
         draft_acceptance_rate=counts.draft_acceptance_rate,
-        tokens_per_second=drafted.tokens_per_second,
+        tokens_per_second=run.tokens_per_second,
         baseline_tokens_per_second=baseline,
-        speedup=drafted.tokens_per_second / baseline if baseline else 0.0,
+        speedup=run.tokens_per_second / baseline if baseline else 0.0,
         draft_ms=counts.draft_ms,
         verify_ms=counts.verify_ms,
         decode_ms=decode_ms,
         break_even_acceptance_length=break_even,
         best_k=best_k,
         predicted_speedup_by_k=predicted,
-        best_k_by_batch_size=best_k_by_batch_size or None,
+        best_k_by_batch_size=drafted.best_k_by_batch_size or None,
         noise_floor=noise_floor(rates),
         lossless=lossless,
     )
@@ -245,11 +250,26 @@ def noise_floor(tokens_per_second: Sequence[float]) -> float:
     return (max(tokens_per_second) - min(tokens_per_second)) / mean if mean else 0.0
 
 
+def _draft(work: Evaluation, build: BuildEngine, progress: Progress) -> Drafted:
+    engine = build(work.num_draft_tokens, work.batch_size)
+    run = decode(work, engine, partial(progress, work.method))
+    best_k_by_batch_size = engine.best_num_draft_tokens()
+    lossless = None
+    if work.synthetic:
+        lossless = unchecked_synthetic([_generation(output) for output in run.outputs])
+    elif work.temperature > 0:
+        lossless = check_law(work, engine, run)
+    del engine
+    single = _calibrate(work, build) if work.num_draft_tokens > 1 and run.statistics.num_drafts else None
+    return Drafted(run, best_k_by_batch_size, single, lossless)
+
+
 def _warm_up(work: Evaluation, engine: Engine) -> None:
     few = min(len(work.prompts), work.batch_size)
     params = [replace(p, max_tokens=min(p.max_tokens, WARMUP_TOKENS)) for p in work.params[:few]]
     engine.generate(work.prompts[:few], params)
     engine.pool.forget()  # or the measured run would find these prompts computed
+    engine.proposer.forget()
     engine.statistics = EngineStatistics()
 
 

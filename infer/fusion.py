@@ -120,7 +120,7 @@ class FusedHead:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         wide = torch.promote_types(rows.dtype, torch.float32)
         logits = dispatch.linear(rows, self.head.weight, self.head.bias, out_dtype=wide)
-        return logits.view(*hidden_states.shape[:-1], -1)
+        return logits.view(*hidden_states.shape[:-1], self.head.out_features)
 
 
 FUSED = (FusedLayer, FusedHead, Norm)

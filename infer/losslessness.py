@@ -92,15 +92,20 @@ def check_greedy(
     scores: RowScores,
     dtype: torch.dtype,
     plain_differences: int | None,
+    *,
+    measured_bound: float = 0.0,
 ) -> Losslessness:
     """Compares two greedy runs token by token.
 
     `plain_differences`: prompts on which plain decoding differed from itself at another batch size in the same run;
-    None in full precision, where more than 1 % of excused prompts fails.
+    None in full precision, where more than 1 % of excused prompts fails. `measured_bound`: how far two right
+    computations of this target were seen to part, where that is more than `rounding_bound`.
     """
     pairs = list(zip(plain, drafted, strict=True))
     found = [
-        _diverge(i, a, b, scores, dtype) for i, (a, b) in enumerate(pairs) if list(a.token_ids) != list(b.token_ids)
+        _diverge(i, a, b, scores, dtype, measured_bound)
+        for i, (a, b) in enumerate(pairs)
+        if list(a.token_ids) != list(b.token_ids)
     ]
     excused = sum(d.excused for d in found)
     failed = sum(b.failed and not a.failed for a, b in pairs)
@@ -216,7 +221,9 @@ def block_positions(block_lengths: Sequence[int]) -> list[int]:
     return [position for length in block_lengths for position in range(length)]
 
 
-def _diverge(prompt: int, plain: Generation, drafted: Generation, scores: RowScores, dtype: torch.dtype) -> Divergence:
+def _diverge(
+    prompt: int, plain: Generation, drafted: Generation, scores: RowScores, dtype: torch.dtype, measured_bound: float
+) -> Divergence:
     a, b = list(plain.token_ids), list(drafted.token_ids)
     shared = min(len(a), len(b))
     at = next((i for i in range(shared) if a[i] != b[i]), shared)
@@ -226,7 +233,7 @@ def _diverge(prompt: int, plain: Generation, drafted: Generation, scores: RowSco
     known = [*plain.prompt_token_ids, *a[:at]]
     row = scores(known, [len(known) - 1], len(plain.prompt_token_ids))[0].float()
     gap = float(row.max() - torch.minimum(row[a[at]], row[b[at]]))
-    bound = rounding_bound(row, dtype)
+    bound = max(rounding_bound(row, dtype), measured_bound)
     return Divergence(prompt, at, a[at], b[at], gap, bound, excused=gap <= bound)
 
 

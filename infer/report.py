@@ -24,6 +24,9 @@ DEFINITIONS = {
 }
 
 
+LABEL_WIDTH, COLUMN_WIDTH = 24, 28  # of the terminal table
+
+
 @dataclass(frozen=True, kw_only=True)
 class MethodResult:
     """One method on one set of prompts; figures without a drafting step are None."""
@@ -131,21 +134,24 @@ def table_rows(result: MethodResult) -> list[tuple[str, str]]:
 
 
 def print_table(results: Sequence[MethodResult]) -> None:
-    """The report in the terminal: a column a result, then one line of advice each."""
+    """The report in the terminal: a column a result, as many abreast as there is room for; a line of advice each."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("")
-    for result in results:
-        table.add_column(result.method, overflow="fold")
-    columns = [table_rows(result) for result in results]
-    for lines in zip(*columns, strict=True):
-        table.add_row(lines[0][0], *(value for _, value in lines))
     console = Console(highlight=False)
-    console.print(table, markup=False)
+    together = max(1, (console.width - LABEL_WIDTH) // COLUMN_WIDTH)
+    for begin in range(0, len(results), together):
+        some = results[begin : begin + together]
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column("")
+        for result in some:
+            table.add_column(result.method, overflow="fold")
+        for lines in zip(*(table_rows(result) for result in some), strict=True):
+            table.add_row(lines[0][0], *(value for _, value in lines))
+        console.print(table, markup=False)
     for result in results:
-        console.print(advice(result), markup=False)
+        of = f"{result.method}: " if len(results) > 1 else ""
+        console.print(of + advice(result), markup=False)
 
 
 def _length(value: float | None) -> str:

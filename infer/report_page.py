@@ -43,18 +43,43 @@ def page(results: Sequence[MethodResult], settings: Mapping[str, Any], environme
     """The whole document."""
     sections = "\n".join(_section(result) for result in results)
     facts = [(str(k), str(v)) for k, v in {**settings, **environment}.items()]
-    title = f"spectrain eval: {results[0].method}"
+    title = f"spectrain eval: {', '.join(dict.fromkeys(result.method for result in results))}"
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title><style>{STYLE}</style></head><body>
 <h1>{escape(title)}</h1>
 <p class="soft">{escape(str(settings.get("model", "")))}</p>
+{_comparison(results) if len(results) > 1 else ""}
 {sections}
 <h2>How it was measured</h2>
 {_table(facts)}
 <details><summary>What each figure means</summary>{_table(list(DEFINITIONS.items()))}</details>
 </body></html>
 """
+
+
+def _comparison(results: Sequence[MethodResult]) -> str:
+    """The figures that methods are chosen by, side by side."""
+    bars = [Bar(result.method, [(result.speedup, "var(--first)")], f"{result.speedup:.2f}") for result in results]
+    heads = ("method", "prompts", "acceptance length", "tokens per step", "speed-up", "draft + verify", "lossless")
+    rows = [
+        (
+            result.method,
+            result.prompt_set,
+            _figure(result.acceptance_length),
+            _figure(result.tokens_per_step),
+            f"{result.speedup:.2f}x",
+            f"{_figure(result.draft_ms)} + {_figure(result.verify_ms)} ms",
+            verdict(result),
+        )
+        for result in results
+    ]
+    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    plot = f'<div class="plot"><h3>Speed-up</h3>{bar_plot(bars, mark=1.0)}</div>' if len(bars) <= 8 else ""
+    return f"""<h2>Side by side</h2>
+<div class="scroll"><table><tr>{head}</tr>{body}</table></div>
+{plot}"""
 
 
 def _section(result: MethodResult) -> str:

@@ -49,7 +49,7 @@ class MixedPlan(NamedTuple):
     """A step with prompt rows; `sampling` [samplers] int64 are the table rows that decide a token."""
 
     slots: Slots
-    asked: Tensor  # [samplers] int64; their places in `slots`
+    asked: Tensor | None  # [samplers] int64; their places in `slots`; None: all of them, in order
     sampling: Tensor
     num_drafts: Tensor  # [samplers] int64; drafts verified
     width: int  # logits rows of each sampler
@@ -80,7 +80,10 @@ class Runner:
         self.verification = verification
         self.num_draft_tokens = table.num_draft_tokens
         adaptive = adaptive and self.num_draft_tokens > 0
-        self.widths = draft_widths(self.num_draft_tokens) if adaptive else (1, self.num_draft_tokens + 1)
+        # where the host drafts it knows how many drafts wait, so that steps need not have room for the most
+        self._on_host = proposer.requirements.on_host
+        several = (adaptive or self._on_host) and self.num_draft_tokens > 0
+        self.widths = draft_widths(self.num_draft_tokens) if several else (1, self.num_draft_tokens + 1)
         self.estimator = SurvivalEstimator(self.num_draft_tokens, table.device) if adaptive else None
         self._widths = torch.tensor(self.widths, device=table.device)
         self.policy: DraftPolicy | None = None
@@ -122,6 +125,9 @@ class Runner:
         """Captures the graphs of every bucket up to `max_batch_size`, on rows that belong to nobody."""
         if self.graphs is None:
             return
+        if self.proposer.requirements.draft_laws:
+            # the first step verifies without the laws that it brings, and what is recorded must have run before
+            self._run_decode(self._nobody(_bucket(max_batch_size), 1), _bucket(max_batch_size), NEUTRAL, None, [])
         for batch in sorted({_bucket(n) for n in range(1, max_batch_size + 1)}, reverse=True):
             slots = self._nobody(batch, 1)
             for width in sorted(set(self.widths)):
@@ -129,10 +135,15 @@ class Runner:
                 self._run_decode(slots, batch * width, NEUTRAL, self.graphs, [])
         self._capture_mixed(_bucket(max_batch_size))
 
+    def run_plainly(self) -> None:
+        """Records nothing any more and forgets what was: every step runs call by call."""
+        self.graphs = None
+        self._mixed_batch, self._mixed_sizes = 0, ()
+
     def _capture_mixed(self, batch: int) -> None:
         """Steps with prompt rows are recorded for `batch` requests, unless their logits would take much memory."""
-        if batch * (self.num_draft_tokens + 1) * self.target.vocab_size * 4 > RECORDED_LOGITS_BYTES:
-            return
+        if batch * (self.num_draft_tokens + 1) * self.target.vocab_size * 4 > RECORDED_LOGITS_BYTES or self._on_host:
+            return  # a proposer on the host takes the requests that draft, and no padding between them
         self._mixed_batch, self._mixed_sizes = batch, tuple(size for size in MIXED_SIZES if size >= batch)
         self._mixed_buffer = torch.zeros(5, batch, dtype=torch.int64, device=self.table.device)
         self._mixed_buffer[[0, 3]] = self.table.nobody
@@ -162,11 +173,11 @@ class Runner:
             self._run_target(slots, num_rows, NEUTRAL, self.graphs)
 
         def rest() -> None:
-            if self.proposer.requirements.observes and not self.proposer.requirements.on_host:
+            if self.proposer.requirements.observes and not self._on_host:
                 self._call(self.graphs, "observe", (batch, num_rows), self._observe, slots, packed, output.states, [])
 
         def draft() -> None:
-            if self.num_draft_tokens and not self.proposer.requirements.on_host:
+            if self.num_draft_tokens and not self._on_host:
                 self._call(self.graphs, "propose", (batch,), self._propose, slots.rows, [])
 
         return Rehearsal(verify, rest, draft)
@@ -184,7 +195,10 @@ class Runner:
         rows = [_row_of(request) for request in flight.requests]
         ids = [request.request_id for request in flight.requests]
         flight.padded = batch = len(rows) if self.graphs is None else _bucket(len(rows))
-        width = 1 if counts is not None and max(counts) == 1 else self.num_draft_tokens + 1
+        width = self.num_draft_tokens + 1
+        if counts is not None:
+            total = sum(counts) + batch - len(rows)
+            width = next(width for width in self.widths if batch * width >= total)
         if self.policy is not None:
             flight.choice = self.policy.choose(ids, batch, drafts_wait)
             width, flight.drafts = flight.choice
@@ -243,10 +257,10 @@ class Runner:
             clock.mark("verified")
         if self.proposer.requirements.observes:
             key = (batch, num_rows)
-            self._call(graphs, "observe", key, self._observe, slots, packed, output.states, request_ids)
+            self._call(self._own(graphs), "observe", key, self._observe, slots, packed, output.states, request_ids)
         accepted = None
         if self.num_draft_tokens and drafts:
-            accepted = self._call(graphs, "propose", (batch,), self._propose, slots.rows, request_ids)
+            accepted = self._call(self._own(graphs), "propose", (batch,), self._propose, slots.rows, request_ids)
         if clock is not None:
             clock.mark("drafted")
         return [self._results(verified, slots.rows, slots.counts - 1), *logprobs], accepted
@@ -264,6 +278,10 @@ class Runner:
             None if wanted.edits else graphs, "verify", key, self._verify_all, slots, packed, output, wanted
         )
         return packed, output, verified
+
+    def _own(self, graphs: GraphCache | None) -> GraphCache | None:
+        """Where the proposer's calls are recorded: nowhere if it reads them on the host."""
+        return None if self._on_host else graphs
 
     @staticmethod
     def _call(
@@ -386,7 +404,7 @@ class Runner:
         rows, starts, counts, sampling, num_drafts = self._mixed_buffer
         return MixedPlan(
             slots=Slots(rows, starts, counts),
-            asked=torch.arange(len(rows), device=rows.device),
+            asked=None,
             sampling=sampling,
             num_drafts=num_drafts,
             width=self.num_draft_tokens + 1,
@@ -398,7 +416,9 @@ class Runner:
         packed = self.table.pack(
             *plan.slots, num_rows, max_query_len=plan.longest or num_rows, max_seq_len=plan.max_seq_len
         )
-        ends = packed.batch.cu_seqlens[1:].long()[plan.asked, None]
+        ends = packed.batch.cu_seqlens[1:, None].long()
+        if plan.asked is not None:
+            ends = ends[plan.asked]
         # a request with fewer drafts than columns repeats its last row behind them, where no draft is
         columns = torch.arange(plan.width, device=ends.device)
         asked_rows = torch.minimum(ends - 1 - plan.num_drafts[:, None] + columns, ends - 1).flatten()
@@ -439,6 +459,7 @@ class Runner:
             law_columns=None if law is None else self._law_columns,
             mode=self.verification.mode,
             rates=self.verification.rates,
+            fp64_gumbel=self.verification.fp64_gumbel,
         )
         if self.estimator is not None:
             self.estimator.observe(table.draft_log_odds[rows], num_drafts, verified.num_emitted)
@@ -487,6 +508,8 @@ class Runner:
                 temperature=self.settings.temperature[drafting],
                 seeds=table.seeds[drafting],
                 wants_confidence=self.estimator is not None,
+                tokens=table.tokens,
+                prompt_lens=table.prompt_lens[drafting],
             )
         )
         ids = drafts.token_ids

@@ -6,7 +6,8 @@ Nothing here draws a token; `verify.py` does. Where a request stops is in `stopp
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from numbers import Integral, Real
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -46,16 +47,16 @@ class SamplingParams:
     def __post_init__(self) -> None:
         allowed, finite = self.allowed_token_ids, f"finite, at most {LARGEST:g} in size"
         checks = (
-            ("temperature", f"in [0, {LARGEST:g}] (0 is greedy)", 0 <= self.temperature <= LARGEST),
+            ("temperature", f"in [0, {LARGEST:g}] (0 is greedy)", _within(self.temperature, 0, LARGEST)),
             ("top_k", "an integer >= 0 (0 turns it off)", _whole(self.top_k, 0)),
-            ("top_p", "in (0, 1] (1 turns it off)", 0 < self.top_p <= 1),
-            ("min_p", "in [0, 1] (0 turns it off)", 0 <= self.min_p <= 1),
-            ("repetition_penalty", "in [0.01, 100] (1 turns it off)", 0.01 <= self.repetition_penalty <= 100),
-            ("presence_penalty", "in [-2, 2] (0 turns it off)", -2 <= self.presence_penalty <= 2),
-            ("frequency_penalty", "in [-2, 2] (0 turns it off)", -2 <= self.frequency_penalty <= 2),
+            ("top_p", "in (0, 1] (1 turns it off)", _within(self.top_p, 0, 1) and self.top_p > 0),
+            ("min_p", "in [0, 1] (0 turns it off)", _within(self.min_p, 0, 1)),
+            ("repetition_penalty", "in [0.01, 100] (1 turns it off)", _within(self.repetition_penalty, 0.01, 100)),
+            ("presence_penalty", "in [-2, 2] (0 turns it off)", _within(self.presence_penalty, -2, 2)),
+            ("frequency_penalty", "in [-2, 2] (0 turns it off)", _within(self.frequency_penalty, -2, 2)),
             ("logit_bias", "by token ids >= 0", _ids(self.logit_bias)),
-            ("logit_bias", finite, all(abs(value) <= LARGEST for value in self.logit_bias.values())),
-            ("bad_words", "non-empty sequences of token ids >= 0", all(word and _ids(word) for word in self.bad_words)),
+            ("logit_bias", finite, all(_within(value, -LARGEST, LARGEST) for value in self.logit_bias.values())),
+            ("bad_words", "non-empty sequences of token ids >= 0", all(map(_word, self.bad_words))),
             (
                 "allowed_token_ids",
                 "None or token ids >= 0, at least one",
@@ -66,10 +67,10 @@ class SamplingParams:
             (
                 "min_tokens",
                 f"an integer between 0 and max_tokens = {self.max_tokens}",
-                _whole(self.min_tokens, 0, self.max_tokens + 1),
+                _whole(self.min_tokens, 0) and _whole(self.max_tokens, self.min_tokens),
             ),
             ("stop_token_ids", "token ids >= 0", _ids(self.stop_token_ids)),
-            ("stop", "a tuple of non-empty strings", not isinstance(self.stop, str) and all(self.stop)),
+            ("stop", "a tuple of non-empty strings", not isinstance(self.stop, str) and all(map(_text, self.stop))),
             ("logprobs", "None or an integer >= 0", self.logprobs is None or _whole(self.logprobs, 0)),
         )
         for name, expected, good in checks:
@@ -104,12 +105,24 @@ class SamplingParams:
             )
 
 
+def _within(value: object, low: float, high: float) -> bool:
+    return isinstance(value, Real) and low <= cast(float, value) <= high
+
+
 def _whole(value: object, low: int, beyond: float = math.inf) -> bool:
-    return isinstance(value, int) and low <= value < beyond
+    return isinstance(value, Integral) and low <= cast(int, value) < beyond
 
 
-def _ids(values: Iterable[int]) -> bool:
-    return all(token >= 0 for token in values)
+def _ids(values: Iterable[object]) -> bool:
+    return all(_whole(token, 0) for token in values)
+
+
+def _word(value: object) -> bool:
+    return isinstance(value, Sequence) and len(value) > 0 and _ids(value)
+
+
+def _text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 class Features(NamedTuple):
@@ -224,7 +237,8 @@ class SamplingTable:
             params.presence_penalty,
             params.frequency_penalty,
         )
-        integers = (min(params.top_k, self.vocab_size) if sampled else 0, params.min_tokens)
+        # a minimum beyond any context means the same as one no tensor can hold
+        integers = (min(params.top_k, self.vocab_size) if sampled else 0, min(params.min_tokens, 2**31))
         self._floats[:, row] = torch.tensor(floats).to(self.device, non_blocking=True)
         self._integers[:, row] = torch.tensor(integers).to(self.device, non_blocking=True)
         ends = [token for token in end_ids if token < self.vocab_size] if params.min_tokens else []

@@ -3,6 +3,7 @@
 It borrows blocks of an idle engine's cache and gives them back; the proposer sees none of it.
 """
 
+import itertools
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -16,10 +17,11 @@ from .sampling import LogitsRows, SamplingParams, SamplingTable, features_of, pr
 
 
 @torch.inference_mode()
-def score_rows(engine: Engine, token_ids: Sequence[int], rows: Sequence[int]) -> Tensor:
+def score_rows(engine: Engine, token_ids: Sequence[int], rows: Sequence[int], *, one_by_one: bool = False) -> Tensor:
     """Raw target logits [len(rows), vocab] float32 after ascending `rows` of one text, by one chunked prefill.
 
-    Raises EngineError while requests are running or where the text does not fit the cache.
+    `one_by_one`: from the first of `rows` on, tokens are computed one at a time, as plain decoding does. Raises
+    EngineError while requests are running or where the text does not fit the cache.
     """
     if engine.has_unfinished():
         raise EngineError("scoring needs an idle engine, found unfinished requests; run them to the end first")
@@ -30,10 +32,10 @@ def score_rows(engine: Engine, token_ids: Sequence[int], rows: Sequence[int]) ->
             f"{engine.pool.num_free} free; raise --num-blocks"
         )
     try:
-        chunk = engine.config.max_batch_tokens
+        single = rows[0] if one_by_one else len(token_ids)
+        starts = [*range(0, single, engine.config.max_batch_tokens), *range(single, len(token_ids)), len(token_ids)]
         parts = []
-        for start in range(0, len(token_ids), chunk):
-            end = min(start + chunk, len(token_ids))
+        for start, end in itertools.pairwise(starts):
             wanted = [row - start for row in rows if start <= row < end]
             batch = _one_request(engine, token_ids[start:end], start, block_table, wanted)
             logits = engine.target.forward(batch).logits

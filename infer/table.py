@@ -159,7 +159,7 @@ class RequestTable:
     def set_log_odds(self, slots: Tensor, log_odds: Tensor | None) -> None:
         """Keeps the log-odds [batch, n] of drafts until they are verified; None where they are not known."""
         if log_odds is None:
-            self.draft_log_odds[slots] = UNKNOWN_LOG_ODDS
+            self.draft_log_odds.index_fill_(0, slots, UNKNOWN_LOG_ODDS)
         else:
             self.draft_log_odds[slots, : log_odds.shape[1]] = log_odds
 

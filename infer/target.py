@@ -43,6 +43,11 @@ class Target:
         model.eval().requires_grad_(False)
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
+        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
+            raise TargetError(
+                f"{name} is on {self.device} while cuda:{torch.cuda.current_device()} is the current device, where "
+                f"kernels and graphs would run; call torch.cuda.set_device({self.device.index}) first"
+            )
         facts = loading.facts_of(model)
         self.max_length = loading.context_length(model, facts, max_length)
         self.hidden_size, self.num_layers = facts.hidden_size, facts.num_layers

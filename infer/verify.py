@@ -21,6 +21,7 @@ class Verification(NamedTuple):
 
     mode: VerifyMode = VerifyMode.STANDARD
     rates: Tensor | None = None  # [num_draft_tokens] float32 on the device: the conditional rates of the synthetic mode
+    fp64_gumbel: bool = False
 
 
 def verify_drafts(

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .records import rope_heads
+from .rows import empty_rows
 
 HEADS_PER_PROGRAM = 8
 
@@ -21,7 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
     """See `reference.rms_norm`; tensors on one GPU."""
     if x.dim() != 2 or weight.shape != x.shape[1:]:
         raise ValueError(f"x must be [rows, width] and weight [width], found {list(x.shape)} and {list(weight.shape)}")
-    x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, out = x.contiguous(), empty_rows(*x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         block = triton.next_power_of_2(x.shape[1])
         warps = 8 if block >= 4096 else 4
@@ -39,7 +40,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
         raise ValueError(f"gate and up must be [rows, 2 * width], found {list(gate_up.shape)}")
-    out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
+    out = empty_rows(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         block = 1024
         _silu_mul_kernel[rows, triton.cdiv(width, block)](gate_up.contiguous(), out, width, BLOCK=block)

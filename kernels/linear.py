@@ -4,7 +4,8 @@ One program owns a few output columns and walks its inputs in order, with severa
 warps share each block by inputs, so that none reads what another does. A row is padded into a tile of 16, 32 or 64
 rows, which as a batch of products by slice of inputs are all given the same instruction; how the inputs are cut depends
 on the weight alone. So a row's result is the same bits whatever rows stand beside it: a draft token is verified by the
-very numbers that plain decoding would have computed. More than `MAX_ROWS` rows go to the library.
+very numbers that plain decoding would have computed. Large weights without a residual go to the library, always as
+`MAX_ROWS` rows, to the same effect. More than `MAX_ROWS` rows go there as they are.
 """
 
 # Triton gives launches and kernel bodies meanings that its own annotations do not express.
@@ -19,11 +20,13 @@ import triton.language as tl
 from torch import Tensor
 
 from . import fused
+from .rows import MAX_ROWS, empty_rows, full_rows
 
-MAX_ROWS = 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FILL = 96
 """Programs that keep the memory of a large GPU busy; weights that give fewer are cut over their inputs."""
+LIBRARY_BYTES = 2**24
+"""Weights of this size the library reads faster, where it need not add a residual."""
 
 
 class Config(NamedTuple):
@@ -71,7 +74,9 @@ def linear(
         if residual is None:
             return F.linear(x, weight, bias).to(out_dtype)
         return torch.addmm(residual if bias is None else residual + bias, x, weight.t()).to(out_dtype)
-    out = torch.empty(rows, num_out, dtype=out_dtype, device=x.device)
+    if residual is None and _suits_library(weight):
+        return _by_library(x, weight, bias, out_dtype)
+    out = empty_rows(rows, num_out, dtype=out_dtype, device=x.device)
     if rows:
         config = config or config_for(num_out, x.shape[1], x.dtype, rows)
         _launch(x.contiguous(), weight, bias, None if residual is None else residual.contiguous(), out, config)
@@ -84,11 +89,26 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, confi
     _check(x, weight, bias, 2 * num_out)
     if rows > MAX_ROWS or x.dtype not in DTYPES or weight.dtype != x.dtype:
         return fused.silu_mul(F.linear(x, weight, bias))
-    out = torch.empty(rows, num_out, dtype=x.dtype, device=x.device)
+    if _suits_library(weight):
+        return fused.silu_mul(_by_library(x, weight, bias, x.dtype))
+    out = empty_rows(rows, num_out, dtype=x.dtype, device=x.device)
     if rows:
         config = config or config_for(num_out, x.shape[1], x.dtype, rows, gated=True)
         _launch(x.contiguous(), weight, bias, None, out, config, gated=True)
     return out
+
+
+def _suits_library(weight: Tensor) -> bool:
+    return weight.dtype != torch.float32 and weight.numel() * weight.element_size() >= LIBRARY_BYTES
+
+
+def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """The product of `MAX_ROWS` rows, of which those of x are returned."""
+    rows, x = x.shape[0], full_rows(x)
+    if out_dtype == x.dtype:
+        return F.linear(x, weight, bias)[:rows]
+    out = torch.mm(x, weight.t(), out_dtype=out_dtype)[:rows]
+    return out if bias is None else out + bias
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, num_out: int) -> None:

@@ -1,6 +1,7 @@
 """Draft heads and proposers for tiny targets, each built in one way: `from spectrain.tests.fresh import fresh_head`."""
 
 import json
+import typing
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from spectrain.infer.proposers.base import Proposer
 from spectrain.infer.target import Target
 from spectrain.recipes.loader import load_recipe, recipe_names
 from spectrain.train.assembly import head_config
+from spectrain.train.objectives.base import Objective
 
 BLOCK = {"mask_token_id": 0, "num_layers": 1}
 TINY: dict[str, dict[str, object]] = {
@@ -67,6 +69,12 @@ def loud_head(
             scale = 1.0 if whole else parameter.shape[1] ** -0.5
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     return head
+
+
+def objective_of(config: HeadConfig, **settings: object) -> Objective:
+    """The objective that a head's config names."""
+    kind = resolve(config.objective)
+    return kind(config, typing.get_type_hints(kind.__init__)["settings"](**settings))
 
 
 def proposer_of(head: DraftHead, target: Target, k: int, sampling: str = "greedy") -> Proposer:

@@ -30,13 +30,17 @@ def no_target(facts: TargetFacts) -> TargetTensors:
     return TargetTensors(rows, rows, None, FinalNorm("none", None, None, 0.0))
 
 
-def random_draft_model(facts: TargetFacts, *, parallel: bool = False, seed: int = 0, **settings: object) -> DraftHead:
-    """A draft model no wider than it needs to be, every path of which shows in its logits; with `parallel`, a PARD."""
+def draft_model_config(facts: TargetFacts, *, parallel: bool = False, **settings: object) -> DraftModelConfig:
+    """Of a draft model no wider than it needs to be; with `parallel`, of a PARD."""
     shape = {**SHAPE, "source_layers": (0,) * int(str(settings.get("num_layers", SHAPE["num_layers"]))), **settings}
     if parallel:
-        config = PardConfig.derive(facts, {"mask_token_id": min(MASK, facts.vocab_size - 1), **shape})
-    else:
-        config = DraftModelConfig.derive(facts, shape)
+        return PardConfig.derive(facts, {"mask_token_id": min(MASK, facts.vocab_size - 1), **shape})
+    return DraftModelConfig.derive(facts, shape)
+
+
+def random_draft_model(facts: TargetFacts, *, parallel: bool = False, seed: int = 0, **settings: object) -> DraftHead:
+    """A draft model every path of which shows in its logits; with `parallel`, a PARD."""
+    config = draft_model_config(facts, parallel=parallel, **settings)
     return loud_head(config, no_target(facts), seed, random_norms=True)
 
 

@@ -12,6 +12,8 @@ from spectrain.commands.fit import fit
 from spectrain.tests.chats import PLAIN, word_tokenizer
 
 RECIPES = {
+    "medusa": ("head.num_heads=4", "optimizer.warmup_steps=2"),
+    "mlp_speculator": ("head.num_heads=4", "optimizer.warmup_steps=2"),
     "dspark": ("head.num_layers=1", "head.block_size=4", "head.markov_rank=8"),
     "dflash": ("head.num_layers=2", "head.block_size=6"),
     "eagle": ("objective.noise=0.001",),

@@ -9,58 +9,79 @@ from pathlib import Path
 import pytest
 import torch
 
-from spectrain.heads.eagle3 import Eagle3Head
 from spectrain.heads.folder import load_head
 from spectrain.infer.engine import Engine, EngineConfig
-from spectrain.infer.proposers.eagle3 import Eagle3Proposer
 from spectrain.infer.sampling import SamplingParams
+from spectrain.infer.statistics import EngineStatistics
 from spectrain.infer.target import Target
+from spectrain.tests.fresh import proposer_of
 from spectrain.tests.models import succ_llama
 from spectrain.tests.shard_folders import make_document, write_shards
 from spectrain.tests.train.runs import run
 
-TRAINED_LENGTH, K = 20, 3
+TRAINED_LENGTH, K, CYCLE = 20, 3, 43
+COMMON = (
+    "optimizer.lr=1e-2",
+    "data.sequence_length=32",
+    "data.batch_size=4",
+    "data.micro_batch_size=4",
+    "stopping.eval_every=500",
+    "stopping.save_every=500",
+)
+RECIPES = {
+    "eagle3": (
+        "head.layer_ids=[1,2,3]",
+        "head.draft_vocab_size=null",
+        "objective.steps=3",
+        "data.validation_share=0.2",
+        "stopping.epochs=30",
+    ),
+    # a window shows a head the same picture at every length; the mask token is what the recipe says
+    "dflash": (
+        "head.layer_ids=[1,2,3]",
+        "head.num_layers=1",
+        "head.block_size=4",
+        "head.sliding_window=6",
+        "head.mask_token_id=42",
+        "stopping.epochs=12",
+    ),
+    "medusa": ("head.num_heads=3", "optimizer.warmup_steps=2", "stopping.epochs=12"),
+    "mlp_speculator": ("head.num_heads=3", "optimizer.warmup_steps=2", "stopping.epochs=12"),
+}
 
 
 @pytest.fixture(scope="module")
-def head_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cycle")
-    model, layers = succ_llama(4), (1, 2, 3, 4)
-    documents = [
-        make_document(
-            model,
-            (torch.arange(TRAINED_LENGTH) + 5 * row) % 41,
-            torch.arange(TRAINED_LENGTH) >= 2,
-            row,
-            layers,
-        )
-        for row in range(41)
-    ]
-    shards = write_shards(folder / "shards", model=model, documents=documents, layers=layers)
-    changes = ("head.draft_vocab_size=null", "stopping.epochs=30", "optimizer.lr=1e-2", "stopping.eval_every=500")
-    run(shards, folder / "head", *changes, "data.batch_size=4", "data.micro_batch_size=4", "stopping.save_every=500")
-    return folder / "head"
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model, layers, rows = succ_llama(4, vocab_size=CYCLE), (1, 2, 3, 4), torch.arange(TRAINED_LENGTH)
+    documents = [make_document(model, (rows + 5 * i) % CYCLE, rows >= 2, i, layers) for i in range(CYCLE)]
+    return write_shards(tmp_path_factory.mktemp("cycle") / "shards", model=model, documents=documents, layers=layers)
 
 
-def decode(head_folder: Path, length: int) -> Engine:
-    target = Target.from_model(succ_llama(4))
-    head = load_head(head_folder, dtype=torch.float32).head
-    assert isinstance(head, Eagle3Head)
-    proposer = Eagle3Proposer(head, target.tensors(), K)
+@pytest.fixture(scope="module", params=RECIPES)
+def head_folder(request: pytest.FixtureRequest, shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("head") / request.param
+    run(shards, folder, *RECIPES[request.param], base=COMMON, recipe=request.param)
+    return folder
+
+
+def decode(head_folder: Path, length: int) -> EngineStatistics:
+    target = Target.from_model(succ_llama(4, vocab_size=CYCLE))
+    proposer = proposer_of(load_head(head_folder, dtype=torch.float32).head, target, K)
     engine = Engine(target, proposer, EngineConfig(num_draft_tokens=K, num_blocks=200, block_size=4))
-    prompts = [[start, (start + 1) % 41] for start in (0, 7, 23, 39)]
+    prompts = [[start, (start + 1) % CYCLE] for start in (0, 7, 23, 39)]
     outputs = engine.generate(prompts, SamplingParams(max_tokens=length, ignore_eos=True))
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.token_ids == [(prompt[-1] + 1 + i) % 41 for i in range(length)]
-    return engine
+        assert output.token_ids == [(prompt[-1] + 1 + i) % CYCLE for i in range(length)]
+    return engine.statistics
 
 
-def test_every_draft_is_accepted_within_the_trained_length(head_folder):
-    statistics = decode(head_folder, TRAINED_LENGTH - 2).statistics
+def test_every_draft_is_accepted_within_the_trained_length(head_folder: Path):
+    statistics = decode(head_folder, TRAINED_LENGTH - 4)
     assert statistics.accepted_tokens == statistics.draft_tokens > 0
 
 
-def test_four_times_the_trained_length_is_decoded_with_most_drafts_accepted(head_folder):
-    """Angles this tiny head never saw cost it some drafts; misplaced positions would cost it nearly all."""
-    statistics = decode(head_folder, 4 * TRAINED_LENGTH).statistics
-    assert statistics.accepted_tokens > 0.7 * statistics.draft_tokens
+def test_four_times_the_trained_length_is_decoded_with_most_drafts_accepted(head_folder: Path):
+    """Angles that tiny EAGLE-3 never saw cost it some drafts; misplaced positions would cost it nearly all."""
+    statistics = decode(head_folder, 4 * TRAINED_LENGTH)
+    least = 0.7 if head_folder.name == "eagle3" else 1.0
+    assert statistics.accepted_tokens >= least * statistics.draft_tokens > 0

@@ -1,19 +1,23 @@
 """Whether two ways to decode the same prompts say the same, by the rule of `infer/losslessness.py`."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from ...infer.engine import Engine
-from ...infer.losslessness import Generation, check_greedy
+from ...infer.losslessness import Generation, check_greedy, rounding_bound
 from ...infer.planes import Planes
 from ...infer.proposers.base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
 from ...infer.sampling import SamplingParams
-from ...infer.scoring import score_logits
+from ...infer.scoring import score_logits, score_rows
 from .record import Check
 
 WRONG_EVERY = 4
+NOISE_TEXTS = 4
+"""Texts whose rows are computed twice, to see what rounding does."""
 
 
 def texts_so_far(engine: Engine) -> list[list[int]]:
@@ -32,7 +36,8 @@ def same_text(
     """Compares greedy outputs as far as both go; `engine`, idle, is asked for the margin where they part.
 
     In full precision they must be equal on all but 1 % of the prompts. In half precision every kernel rounds in its own
-    way and random weights leave small margins: each difference must lie within the rounding bound.
+    way and random weights leave small margins: each difference must lie within the rounding bound, or within what
+    rounding was measured to do to the difference of two logits.
     """
     lengths = [min(len(a), len(b)) for a, b in zip(expected, found, strict=True)]
     first, second = (
@@ -41,14 +46,43 @@ def same_text(
     )
     dtype = engine.target.dtype
     scores = partial(score_logits, engine, SamplingParams(ignore_eos=True))
-    allowed = None if dtype in (torch.float32, torch.float64) else len(prompts)
-    verdict = check_greedy(first, second, scores, dtype, allowed)
+    if dtype in (torch.float32, torch.float64):
+        allowed, measured = None, Rounding(0.0, True)
+    else:
+        allowed, measured = len(prompts), _measure_rounding(engine, first[:NOISE_TEXTS])
+    verdict = check_greedy(first, second, scores, dtype, allowed, measured_bound=measured.bound)
     said = f"{verdict.equal} of {verdict.checked} texts equal over {sum(lengths)} tokens"
     if verdict.divergences:
+        widest = max(
+            found["gap"] / found["bound"] if found["gap"] is not None else math.inf for found in verdict.details
+        )
         said += f", {verdict.excused} of {verdict.divergences} others part within rounding"
+        said += f", the widest at {widest:.2f} of a bound of {measured.bound:.3f}"
+    if not measured.is_small:
+        said += "; rows computed alone and together differ by more than rounding"
     # texts that share nothing prove nothing
-    passed = verdict.passed and min(lengths, default=0) > 0
+    passed = verdict.passed and measured.is_small and min(lengths, default=0) > 0
     return Check(name, passed, said if verdict.passed else f"{said}; {verdict.reason}")
+
+
+class Rounding(NamedTuple):
+    """How far rounding was seen to move the difference of two logits."""
+
+    bound: float  # six standard deviations
+    is_small: bool  # whether that is what rounding can do
+
+
+def _measure_rounding(engine: Engine, texts: Sequence[Generation]) -> Rounding:
+    """Compares rows computed one by one with the same rows in one prefill."""
+    parted, widest = [], []
+    for generation in texts:
+        prompt, text = generation.prompt_token_ids, generation.token_ids
+        known, rows = [*prompt, *text], range(len(prompt) - 1, len(prompt) - 1 + len(text))
+        together, alone = score_rows(engine, known, rows), score_rows(engine, known, rows, one_by_one=True)
+        parted.append((together - alone).square().mean())
+        widest.append(rounding_bound(together, engine.target.dtype))
+    deviation = float(torch.stack(parted).mean().sqrt())
+    return Rounding(6 * math.sqrt(2) * deviation, deviation < max(widest) / 2)
 
 
 class KnownText(Proposer):

@@ -1,13 +1,13 @@
 """An engine's steady loop: a full batch that only decodes, timed from outside and against its own recorded calls."""
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ...infer.engine import Engine
-from ...infer.graphs import GraphCache
+from ...infer.graphs import GraphCache, GraphKey
 from ...infer.sampling import SamplingParams
 from ...infer.statistics import EngineStatistics
 from .timing import Timing, synchronize, time_once
@@ -81,7 +81,7 @@ def recorded(engine: Engine) -> Recorded | None:
     keys = _keys_of_a_step(engine)
     if keys is None:
         return None
-    own = [key for key in keys if isinstance(key, tuple) and key[0] in TARGET_CALLS]
+    own = [key for key in keys if key[0] in TARGET_CALLS]
     return Recorded(_replay(engine, keys), _replay(engine, own))
 
 
@@ -98,14 +98,14 @@ class _Listener(GraphCache):
     """Notes the keys of the calls that go through it."""
 
     def __init__(self, inner: GraphCache) -> None:
-        self.inner, self.keys = inner, list[Hashable]()
+        self.inner, self.keys = inner, list[GraphKey]()
 
-    def run(self, key: Hashable, function: Callable[..., Any], *arguments: Any) -> Any:
+    def run(self, key: GraphKey, function: Callable[..., Any], *arguments: Any) -> Any:
         self.keys.append(key)
         return self.inner.run(key, function, *arguments)
 
 
-def _keys_of_a_step(engine: Engine) -> list[Hashable] | None:
+def _keys_of_a_step(engine: Engine) -> list[GraphKey] | None:
     """The recorded calls of the next step that is launched, in order."""
     graphs = engine.runner.graphs
     if graphs is None:
@@ -119,7 +119,7 @@ def _keys_of_a_step(engine: Engine) -> list[Hashable] | None:
     return listener.keys or None
 
 
-def _replay(engine: Engine, keys: Sequence[Hashable]) -> Timing:
+def _replay(engine: Engine, keys: Sequence[GraphKey]) -> Timing:
     graphs, table, device = engine.runner.graphs, engine.table, engine.target.device
     assert graphs is not None
 

@@ -10,6 +10,10 @@ from ..batch import PackedBatch
 from ..planes import Planes, PlaneSpec
 
 
+class ProposerError(ValueError):
+    """A drafting method that cannot do what it was asked; the message says what would work."""
+
+
 @dataclass(frozen=True)
 class Requirements:
     """What the engine must provide."""
@@ -21,7 +25,7 @@ class Requirements:
     fixed_lookahead: bool = False  # all of them for any draft, however few there is room for
     draft_laws: bool = False  # whether drafts carry the law they were drawn from
     observes: bool = True  # False: rows need not be gathered for it
-    on_host: bool = False  # it reads what it is given on the host: its steps are neither recorded nor launched ahead
+    on_host: bool = False  # it reads what it is given on the host: its calls are not recorded, nor steps launched ahead
 
     def spare_slots(self, num_draft_tokens: int) -> int:
         """Slots that must stay free behind those of the drafts there is room for."""
@@ -58,6 +62,10 @@ class DraftStep(NamedTuple):
     temperature: Tensor  # [batch] float32
     seeds: Tensor  # [batch] int64
     wants_confidence: bool = False  # whether `Drafts.confidence` is of use
+    # the request table's own buffer [num_rows, width] int32, which never moves: row slots[b] begins with request b's
+    # known tokens, those found in the prefix cache included; what stands behind them means nothing
+    tokens: Tensor | None = None
+    prompt_lens: Tensor | None = None  # [batch] int64; the first of them that are the prompt
 
 
 class Drafts(NamedTuple):
@@ -85,7 +93,7 @@ class Proposer(ABC):
 
     `observe` and `propose` are pure functions of what they are given and of that state, on the device: fixed shapes,
     nothing read on the host, state in buffers that never move, so that each can be recorded as a CUDA graph (unless
-    `requirements.on_host`).
+    `requirements.on_host`; on a GPU the last requests of a step may then be padding all the same).
     """
 
     requirements: Requirements
@@ -109,3 +117,7 @@ class Proposer(ABC):
     @abstractmethod
     def release(self, request: Released) -> None:
         """Forgets a request that finished, was cancelled or was preempted."""
+
+    def forget(self) -> None:
+        """Drops what was learned from earlier requests, so that a measured run starts like a new engine's."""
+        return None

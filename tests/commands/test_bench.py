@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spectrain import cli
-from spectrain.commands.benchmarks import attention, checks, policy, rejection, targets
+from spectrain.commands.benchmarks import attention, checks, drafting, policy, rejection, targets
 from spectrain.commands.benchmarks import decode as decode_benchmark
 from spectrain.commands.benchmarks.record import BenchError, Check, Record, numbers
 from spectrain.commands.benchmarks.static_cache import StaticCache
@@ -115,6 +115,35 @@ def test_policy(tmp_path, capsys, monkeypatch) -> None:
         assert 0 <= row["drafts_verified_a_request"] <= 3
 
 
+def test_drafting(tmp_path, capsys) -> None:
+    out = tmp_path / "d.json"
+    code, shown, error = run(capsys, "drafting", *TINY, "--requests", 3, "--context", 300, "--out", out)
+    assert code == 0, error
+    host, device = results(out)
+    assert (host["method"], device["method"]) == ("ngram", "ngram_gpu") and host["context"] == 300
+    for row in (host, device):
+        assert row["to_decode_step"] == pytest.approx(row["us"] / 1000 / row["decode_ms"])
+        assert row["checks"] == {
+            "host = device": "33 of 33 drafts equal",
+            "drafts = search from scratch": "12 of 12 drafts equal",
+        }
+    assert host["drafted_a_request"] == device["drafted_a_request"] > 0.5
+
+
+@pytest.mark.parametrize("name", ["ngram", "ngram_gpu"])
+def test_wrong_ngrams_print_no_figure(name, tmp_path, capsys, monkeypatch) -> None:
+    kind = {"ngram": drafting.NgramProposer, "ngram_gpu": drafting.NgramGpuProposer}[name]
+    real = kind.propose
+
+    def late(self, step):
+        drafts = real(self, step)
+        return drafts._replace(token_ids=drafts.token_ids.roll(1, dims=1))
+
+    monkeypatch.setattr(kind, "propose", late)
+    arguments = ("drafting", *TINY, "--requests", 3, "--context", 300)
+    assert "no figure without a passing check: host = device" in refused(tmp_path, capsys, *arguments)
+
+
 def broken_attention(*arguments: Any, **keywords: Any) -> torch.Tensor:
     return REAL_ATTENTION(*arguments, **keywords) * 1.2
 
@@ -202,6 +231,7 @@ def test_a_row_needs_a_check_that_passed() -> None:
         (("decode", "--shape", "tiny", "--batch-sizes", "1,x"), "--batch-sizes takes whole numbers"),
         (("decode", "--shape", "tiny", "--batch-sizes", "0"), "at least 1"),
         (("decode", "--shape", "tiny", "--steps", "0"), "--steps must be at least 1"),
+        (("verify", "--shape", "tiny", "--rejection-batch", "-1"), "--rejection-batch must be 0 or more"),
         (("attention", "--loads", "1x2"), "BATCHxCONTEXTxROWS"),
         (("attention", "--loads", "1x2x3"), "at most as many rows"),
         (("attention", "--heads", "5,2,16"), "key heads that divide"),

@@ -162,11 +162,11 @@ def test_a_file_in_the_way_of_the_report_is_named_at_once(model, prompts, tmp_pa
 def test_sampling_options_reach_the_engine(model, head, prompts, monkeypatch, tmp_path) -> None:
     seen = {}
 
-    def stop(method, name, some, params, k, options, *rest):
+    def stop(method, k, name, some, params, options, *rest):
         seen.update(params=params, k=k, options=options, count=len(some))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(eval_command, "_measure", stop)
+    monkeypatch.setattr(eval_command, "_work", stop)
     flags = "--temperature 0.7 --top-k 11 --top-p 0.9 --seed 5 --max-new-tokens 9 --num-draft-tokens 4 --batch-size 3"
     flags += f" --limit 2 --ignore-eos --draft-sampling probabilistic --num-blocks 77 --out {tmp_path / 'x'}"
     flags += " --min-p 0.1 --repetition-penalty 1.2 --presence-penalty 0.3 --frequency-penalty -0.4 --stop w1 --stop w2"
@@ -209,12 +209,28 @@ def test_draft_longer_than_the_context(model, head, prompts, tmp_path, capsys) -
     assert "context of 96 tokens" in one_line(code, error) and "500" in error
 
 
-def test_prompt_longer_than_the_context_is_named(model, tmp_path, capsys) -> None:
-    long = tmp_path / "long.jsonl"
-    long.write_text(json.dumps({"prompt": "w1 " * 200}) + "\n")
-    arguments = ("--model", model, "--method", "none", "--prompts", long, "--out", tmp_path / "r")
+def test_prompts_longer_than_the_context_are_named_and_the_others_go_on(model, tmp_path, capsys) -> None:
+    path = tmp_path / "long.jsonl"
+    long, short = json.dumps({"prompt": "w1 " * 200}), json.dumps({"prompt": "w1 w2"})
+    path.write_text(f"{short}\n{long}\n{short}\n")
+    arguments = (
+        "--model",
+        model,
+        "--method",
+        "none",
+        "--prompts",
+        path,
+        "--max-new-tokens",
+        4,
+        "--out",
+        tmp_path / "r",
+    )
     code, _, error = run(capsys, *arguments)
-    assert "long.jsonl:1" in one_line(code, error)
+    assert code == 0 and "long.jsonl:2 is left out" in error
+    assert json.loads((tmp_path / "r" / "report.json").read_text())["num_prompts"] == 2
+    path.write_text(f"{long}\n")
+    code, _, error = run(capsys, *arguments, "--overwrite")
+    assert "no prompt shorter than the context of 96" in one_line(code, error) and "long.jsonl:1" in error
 
 
 def test_an_earlier_report_is_not_overwritten(model, prompts, tmp_path, capsys) -> None:
@@ -282,6 +298,8 @@ def test_bad_prompt_files(content: bytes, expected: str, model, tmp_path, capsys
         (["--limit", "0"], "--limit must be at least 1"),
         (["--limit", "-3"], "--limit must be at least 1"),
         (["--num-blocks", "0"], "--num-blocks must be at least 1"),
+        (["--num-blocks", "1"], "num_blocks must be"),
+        (["--num-blocks", "1000000000000"], "lower --num-blocks"),
         (["--num-draft-tokens", "0"], "--num-draft-tokens"),
         (["--max-length", "100000"], "--max-length"),
         (["--device", "toaster"], "--device"),

@@ -116,7 +116,7 @@ def test_the_target_answers_first(
         (("--layers", "two"), "--layers takes numbers"),
         (("--layers", ","), "--layers takes numbers"),
         (("--layers", "2,9"), "layer ids must lie between 0 (embeddings) and 6"),
-        (("--recipe", "eagle"), "no recipe 'eagle': did you mean eagle3?"),
+        (("--recipe", "eagle33"), "no recipe 'eagle33': did you mean eagle3?"),
         (("--layers", "2", "--dtype", "float16"), "--dtype must be one of bfloat16, float32"),
         (("--layers", "2", "--max-length", "0"), "--max-length must be at least 1"),
         (("--layers", "2", "--max-length", "2"), "no supervised token within --max-length"),

@@ -129,7 +129,7 @@ def test_requests_about_to_end_do_not_speak_against_drafting(target, prompts, pl
     engine = Engine(target, proposer_of("oracle", target, prompts, plain), CONFIG, FLAT)
     engine.generate(prompts[:8], GREEDY)
     policy = engine.runner.policy
-    assert policy is not None and policy._accepted[-1] > 1.5
+    assert policy is not None and policy._accepted[-1] > 1.85  # 1.6 with the short ones
 
 
 @pytest.mark.parametrize("policy", ["fixed", "adaptive"])

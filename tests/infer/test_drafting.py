@@ -169,6 +169,8 @@ def test_expected_accepted_counts_only_requests_that_count():
     torch.testing.assert_close(expected, torch.tensor([0.0, 1.5 / 2, 2.1 / 2]))
     expected = expected_accepted(survival, torch.tensor([True, False, False, False]), torch.tensor([1, 2, 3]))
     torch.testing.assert_close(expected, torch.tensor([0.0, 0.9, 1.5]))
+    expected = expected_accepted(survival, torch.tensor([False, True, False, False]), torch.tensor([1, 2, 3]))
+    torch.testing.assert_close(expected, torch.tensor([0.0, 0.5, 0.6]))
     assert expected_accepted(survival, torch.zeros(4, dtype=torch.bool), torch.tensor([1, 2])).isnan().all()
 
 
@@ -180,3 +182,14 @@ def test_nothing_is_read_on_the_host():
         survival = estimator.survival(odds, lengths)
         assert select(survival, 7).shape == (5,)
         assert expected_accepted(survival, lengths > 1, torch.tensor([1, 2, 4])).shape == (3,)
+
+
+def test_a_head_whose_doubts_are_worth_more_than_its_confidence_is_not_followed_backwards():
+    """Accepted where it doubts and rejected where it is sure: noise, which must not turn the ranking round."""
+    estimator = SurvivalEstimator(1, CPU)
+    sure = torch.tensor([[3.0]] * 50 + [[-3.0]] * 50)
+    emitted = torch.tensor([1] * 50 + [2] * 50, dtype=torch.int32)
+    for _ in range(20):
+        estimator.observe(sure, torch.ones(100, dtype=torch.int64), emitted)
+    high, low = estimator.survival(torch.tensor([[3.0], [-3.0]]), torch.ones(2, dtype=torch.int64))[:, 0]
+    assert high >= low

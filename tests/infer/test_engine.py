@@ -1,10 +1,13 @@
 """The engine against the target's own forward: same tokens whatever is drafted, batched, chunked or preempted."""
 
 import dataclasses
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from spectrain.infer import flight
 from spectrain.infer.engine import Engine, EngineConfig, EngineError
 from spectrain.infer.proposers.extract_hidden_states import ExtractHiddenStatesProposer
 from spectrain.infer.proposers.none import NoneProposer
@@ -188,6 +191,39 @@ def test_drafts_never_run_past_learned_positions():
         assert output.token_ids == plain.token_ids
 
 
+class Reaching(NoisyOracle):
+    """Writes further than it drafts: `propose` needs slots of the request's own up to its look-ahead."""
+
+    lookahead = 9
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.requirements = dataclasses.replace(self.requirements, lookahead=self.lookahead)
+        self.whole = 0
+
+    def propose(self, step):
+        drafts = super().propose(step)
+        for known, room, blocks in zip(step.seq_lens.tolist(), step.room.tolist(), step.block_tables, strict=True):
+            if room == self.k:
+                last = known - 1 + self.lookahead
+                assert bool((blocks[: last // CONFIG.block_size + 1] > 0).all()), "slots of nobody would be written"
+                self.whole += 1
+        return drafts
+
+
+@pytest.mark.parametrize("launch_ahead", [False, True])
+@pytest.mark.parametrize("num_blocks", [200, 50])
+def test_a_proposer_that_looks_ahead_has_slots_of_its_own(target, plain, num_blocks, launch_ahead):
+    proposer = Reaching([p + o for p, o in zip(prompts(7), plain, strict=True)], 4, 0.3, target.vocab_size)
+    proposer.requirements = dataclasses.replace(proposer.requirements, on_host=False)
+    engine, outputs = run(
+        target, proposer, prompts(7), num_draft_tokens=4, num_blocks=num_blocks, launch_ahead=launch_ahead
+    )
+    assert [o.token_ids for o in outputs] == plain
+    if num_blocks == 200:
+        assert proposer.whole > 0.8 * engine.statistics.num_drafts, "drafts were cut for want of slots"
+
+
 def test_invalid_draft_ids_are_never_embedded(target, plain):
     prompt = prompts(7)[0]
     for bad in ([-1, 5, 5], [5, target.vocab_size, 5], [10**9], [-7]):
@@ -240,6 +276,65 @@ def test_a_request_that_can_never_run_is_refused_by_reason(target, prompt, param
     engine = Engine(target, NoneProposer(), dataclasses.replace(CONFIG, **changes))
     with pytest.raises(EngineError, match=words):
         engine.add_request(prompt, params)
+
+
+def test_a_prompt_that_can_never_run_leaves_none_of_its_batch_behind(target, plain):
+    engine = Engine(target, NoneProposer(), CONFIG)
+    for wrong in ([999], [1] * 300, [], [3.7], ["a"]):
+        with pytest.raises(EngineError):
+            engine.generate([prompts(7)[0], wrong, prompts(7)[1]], GREEDY)
+        assert not engine.has_unfinished()
+    finished: list[int] = []
+    outputs = engine.generate(prompts(7), GREEDY, lambda output: finished.append(output.request_id))
+    assert [o.token_ids for o in outputs] == plain
+    assert len(finished) == 7, "requests of a refused batch were run"
+
+
+@pytest.mark.parametrize("launch_ahead", [False, True])
+def test_a_callback_may_cancel_other_requests_of_its_batch(target, plain, launch_ahead):
+    engine = Engine(target, NoneProposer(), dataclasses.replace(CONFIG, launch_ahead=launch_ahead))
+    each = [dataclasses.replace(GREEDY, max_tokens=9 if i == 2 else 64) for i in range(7)]
+    outputs = engine.generate(prompts(7), each, lambda output: [engine.cancel(i) for i in (1, 4)])
+    for i, output in enumerate(outputs):
+        if i in (1, 4):
+            assert output.finish_reason is FinishReason.CANCELLED
+            assert 0 < len(output.token_ids) < 64 and output.token_ids == plain[i][: len(output.token_ids)]
+        else:
+            assert output.token_ids == plain[i][: each[i].max_tokens]
+    assert engine.pool.num_free == engine.pool.num_blocks - 1
+
+
+@pytest.mark.parametrize("launch_ahead", [False, True])
+def test_time_in_which_nothing_ran_is_no_steps(successor, launch_ahead, monkeypatch):
+    engine = Engine(successor, NoneProposer(), dataclasses.replace(CONFIG, launch_ahead=launch_ahead))
+    lost = engine.add_request([3], SamplingParams(max_tokens=20))
+    engine.step()
+    engine.step()
+    assert engine.cancel(lost) is not None
+    # an hour later
+    monkeypatch.setattr(flight, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + 3600))
+    engine.generate([[3]], SamplingParams(max_tokens=3))
+    statistics = engine.statistics
+    assert statistics.num_steps > 3
+    assert statistics.decode_seconds + statistics.prefill_seconds + statistics.verify_seconds < 1800
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"draft_policy": "adaptiv"}, "draft_policy must be one of fixed, adaptive"),
+        ({"verify_mode": "block"}, "verify_mode must be"),
+        ({"num_blocks": 0}, "num_blocks must be"),
+        ({"num_blocks": 1}, "num_blocks must be"),
+        ({"num_blocks": 10**12}, "lower --num-blocks"),
+        ({"max_length": 0}, "max_length must be"),
+        ({"memory_share": 1.5}, "memory_share must be"),
+    ],
+    ids=str,
+)
+def test_settings_that_mean_nothing_are_refused(successor, changes, words):
+    with pytest.raises(EngineError, match=words):
+        Engine(successor, NoneProposer(), dataclasses.replace(CONFIG, **changes))
 
 
 def test_drafts_longer_than_the_context_are_refused(target):

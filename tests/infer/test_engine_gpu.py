@@ -5,8 +5,10 @@ import inspect
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.graphs import GraphCache
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
@@ -77,3 +79,19 @@ def test_no_twin_is_needed(target, monkeypatch):
             monkeypatch.setattr(reference, name, refuse)
     assert all(decode(target, 4, 1.0))
     assert all(decode(target, 4, 1.0, draft_policy="adaptive"))
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_every_replay_finds_its_arguments_where_they_were_recorded(target, k, monkeypatch):
+    places: dict[object, list[int]] = {}
+    run = GraphCache.run
+
+    def watched(self, key, function, *arguments):
+        found = [leaf.data_ptr() for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        assert places.setdefault((id(self), key), found) == found, f"{key} is replayed on other tensors"
+        return run(self, key, function, *arguments)
+
+    monkeypatch.setattr(GraphCache, "run", watched)
+    decode(target, k, 0.0)
+    assert {key[0] for _, key in places} >= {"target", "verify"}
+    assert any("mixed" in key for _, key in places)

@@ -28,14 +28,14 @@ def target() -> Target:
     return Target.from_model(model())
 
 
-def exact_law(params: SamplingParams) -> dict[tuple[int, ...], float]:
+def exact_law(params: SamplingParams, prompt: list[int] = PROMPT) -> dict[tuple[int, ...], float]:
     """Joint law of the first DEPTH tokens, by full forwards; top-k by hand."""
     lone, law = model(), {(): 1.0}
     for _ in range(DEPTH):
         longer = {}
         for known, p in law.items():
             with torch.no_grad():
-                logits = lone(input_ids=torch.tensor([PROMPT + list(known)]), use_cache=False).logits[0, -1]
+                logits = lone(input_ids=torch.tensor([prompt + list(known)]), use_cache=False).logits[0, -1]
             logits = logits.double() / params.temperature
             if params.top_k:
                 logits[logits < logits.topk(params.top_k).values[-1]] = -math.inf

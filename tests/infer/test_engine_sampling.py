@@ -250,6 +250,18 @@ def test_an_impossible_request_is_refused_and_the_others_go_on(successor, wrong,
     assert [output.token_ids for output in finished] == [[4, 5, 6, 7]]
 
 
+def test_numbers_beyond_every_context_trouble_nobody(successor):
+    """They are refused or they work; they do not end the engine when the request's turn comes."""
+    huge = 10**25
+    each = [
+        SamplingParams(max_tokens=4),
+        SamplingParams(max_tokens=huge, min_tokens=huge - 1, stop_token_ids=(9,), temperature=1.0, top_k=huge, seed=1),
+    ]
+    outputs = run(successor, NoneProposer(), [[3], [3]], each, max_length=32)
+    assert outputs[0].token_ids == [4, 5, 6, 7]
+    assert len(outputs[1].token_ids) == 31 and 9 not in outputs[1].token_ids
+
+
 def test_a_request_left_without_a_token_fails_alone(successor):
     stuck = SamplingParams(allowed_token_ids=(7, 8), bad_words=((7, 7), (7, 8), (8, 7), (8, 8)), max_tokens=9)
     outputs = run(successor, NoneProposer(), [[3], [3]], [stuck, SamplingParams(max_tokens=4)])

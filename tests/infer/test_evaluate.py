@@ -213,6 +213,8 @@ def test_scores_are_the_targets_own_and_the_blocks_come_back(target: Target) -> 
     logits = score_rows(engine, ids, rows)
     expected, _ = lone_forward(rand_llama(2, max_position_embeddings=128), ids)
     torch.testing.assert_close(logits, expected[rows], atol=1e-4, rtol=1e-4)
+    singly = score_rows(engine, ids, rows[1:], one_by_one=True)
+    torch.testing.assert_close(singly, expected[rows[1:]], atol=1e-4, rtol=1e-4)
     assert engine.pool.num_free == engine.pool.num_blocks - 1
     probs = score_probs(engine, SamplingParams(temperature=0.5), ids, rows, 1)
     torch.testing.assert_close(probs, (expected[rows] / 0.5).softmax(-1), atol=1e-4, rtol=1e-3)

@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+from spectrain.infer import runner
 from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.graphs import RecordingError
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.request import FinishReason
 from spectrain.infer.sampling import SamplingParams
@@ -111,6 +113,64 @@ def test_padding_to_a_bucket_changes_nothing(target, temperature, k):
     assert {key[1] for key in replays.keys if key[0] == "target"} >= {"mixed", 8, 4}
     assert replays.keys <= captured, "a step would have been recorded in the middle of a run"
     assert int(engine.table.num_known[engine.table.nobody]) == 1, "padding appended tokens to nobody's row"
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "probabilistic"])
+def test_what_is_recorded_ran_in_the_same_way_before(target, sampling, monkeypatch):
+    """A kernel that is compiled while a graph is recorded ends the recording."""
+    plainly: set[tuple] = set()
+    recorded: set[tuple] = set()
+    seen = plainly
+
+    class Watched(Replays):
+        def run(self, key, function, *arguments):
+            nonlocal seen
+            seen = recorded
+            try:
+                return super().run(key, function, *arguments)
+            finally:
+                seen = plainly
+
+    verify = runner.verify_drafts
+
+    def watched(logits, drafts, *arguments, draft_log_probs, law_columns, **more):
+        kind = draft_log_probs is None, law_columns is None, tuple(drafts.shape), logits.shape[0]
+        assert seen is plainly or kind in plainly, f"recorded before it ran: {kind}"
+        seen.add(kind)
+        return verify(logits, drafts, *arguments, draft_log_probs=draft_log_probs, law_columns=law_columns, **more)
+
+    monkeypatch.setattr(runner, "verify_drafts", watched)
+    engine = engine_of(target, 4, sampling, max_batch_size=7)
+    engine.runner.graphs = Watched()
+    table = engine.table
+    # a CPU drafts nothing where nobody has room, a GPU all the same
+    table.limits[table.nobody] = table.capacities[table.nobody] = table.max_length
+    with torch.inference_mode():
+        engine.runner.capture(7)
+    assert recorded and (sampling == "greedy") == any(kind[0] for kind in recorded)
+
+
+class Unrecordable(Replays):
+    """As for a target that reads something on the host: one stage plays along, the other does not."""
+
+    def run(self, key, function, *arguments):
+        if key[0] == "verify":
+            raise RecordingError("its verify stage cannot be recorded as a CUDA graph: it waits for the device")
+        return super().run(key, function, *arguments)
+
+
+def test_what_cannot_be_recorded_runs_call_by_call_and_says_so(target):
+    expected = engine_of(target, 4).generate(texts(14), settings(14, 0.0))
+    engine = engine_of(target, 4, launch_ahead=True, max_batch_size=7)
+    assert engine.not_recorded is None
+    engine.runner.graphs = Unrecordable()
+    with torch.inference_mode():
+        engine._record()
+    assert engine.not_recorded is not None and "waits for the device" in engine.not_recorded
+    assert engine.runner.graphs is None
+    outputs = engine.generate(texts(14), settings(14, 0.0))
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert engine._flight is None
 
 
 @pytest.mark.parametrize("max_length", [5, 6, 7, 8, 9, 10])

@@ -191,6 +191,14 @@ def test_rounding_bound_grows_with_the_logits_and_the_type() -> None:
     assert rounding_bound(large, torch.bfloat16) > 1
 
 
+@pytest.mark.parametrize(("measured", "passed"), [(0.0, False), (0.2, False), (0.4, True)])
+def test_a_measured_bound_excuses_what_was_measured_and_no_more(measured: float, passed: bool) -> None:
+    row = logits_with(2.0, 1.7)
+    plain, drafted = [generation([5, 3, 1])], [generation([5, 4, 2])]
+    check = check_greedy(plain, drafted, scores_of(row), torch.bfloat16, 1, measured_bound=measured)
+    assert check.passed == passed
+
+
 def test_differences_are_counted_by_prompt() -> None:
     assert count_differences([generation([1]), generation([2, 3])], [generation([1]), generation([2, 4])]) == 1
     assert chance_limit(0) < 3

@@ -123,6 +123,15 @@ def naive_logits(row: Row) -> list[float]:
         {"stop": "end"},
         {"stop": ("",)},
         {"logprobs": -1},
+        {"temperature": "hot"},
+        {"top_p": None},
+        {"logit_bias": {1.5: 1.0}},
+        {"logit_bias": {3: "much"}},
+        {"bad_words": (3,)},
+        {"allowed_token_ids": (1.5,)},
+        {"stop_token_ids": (2.5,)},
+        {"stop": (3,)},
+        {"max_tokens": "many"},
     ],
     ids=str,
 )
@@ -427,6 +436,7 @@ class TestDevice:
         # rounding may move the edge of a top-p set by a token
         assert ((torch.isfinite(found) != torch.isfinite(expected)).sum(dim=-1) <= 1).all()
 
+    @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
     def test_nothing_waits_for_the_host_and_a_graph_replays_it(self) -> None:
         inputs = self.step(torch.device("cuda"), self.PARAMS)
         emitted = torch.arange(30, device="cuda")

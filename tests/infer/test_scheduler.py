@@ -333,6 +333,25 @@ def test_a_preempted_request_finds_its_blocks_again():
     assert simulation.starts["resumed, cached"] == 1
 
 
+def test_a_preempted_request_comes_back_without_its_drafts():
+    """The cache may hold all but its newest token; what stands behind that in its new table row is another's."""
+    simulation = calm(num_blocks=6)
+    first, victim = (simulation.add([i] * 7, 9) for i in range(2))
+    simulation.scheduler.schedule()
+    for request in (first, victim):
+        request.token_ids += [5, 6]
+        request.num_computed = 8
+        simulation.scheduler.register(request)
+    victim.num_drafts = 2
+    assert simulation.pool.grow(victim.block_table, 11)  # the last free block, for its drafts
+    _, preempted = simulation.scheduler.schedule()
+    assert preempted == [victim]
+    simulation.scheduler.requeue(victim)
+    simulation.scheduler.finish(first)
+    ((request, start, num_tokens, num_drafts, samples),), _ = simulation.scheduler.schedule()
+    assert (request, start, num_tokens, num_drafts, samples) == (victim, 8, 1, 0, True)
+
+
 def test_a_failed_request_shares_nothing():
     simulation = calm()
     request = simulation.add(list(range(9)), 5)

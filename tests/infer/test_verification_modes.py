@@ -15,7 +15,8 @@ from spectrain.infer.report import advice, verdict
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.synthetic import conditional, parse_rates, survival_of_length
 from spectrain.infer.target import Target
-from spectrain.kernels.records import VerifyMode
+from spectrain.kernels import dispatch, reference
+from spectrain.kernels.records import RejectionInputs, RejectionOutputs, VerifyMode
 from spectrain.tests.infer.proposers import LawProposer
 from spectrain.tests.infer.test_engine_law import (
     CONFIG,
@@ -196,3 +197,17 @@ def test_rates_as_text_or_file(tmp_path):
     assert parse_rates(str(path)) == [0.5, 0.25]
     with pytest.raises(ValueError, match="numbers between commas or a JSON file"):
         parse_rates("0.5;0.4")
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_noise_in_float64_is_asked_for_by_the_engines_config(target, wide, monkeypatch):
+    asked: list[bool] = []
+
+    def watched(inputs: RejectionInputs, *, fp64_gumbel: bool = False) -> RejectionOutputs:
+        asked.append(fp64_gumbel)
+        return reference.verify(inputs, fp64_gumbel=fp64_gumbel)
+
+    monkeypatch.setattr(dispatch, "verify", watched)
+    engine = Engine(target, NoneProposer(), EngineConfig(num_blocks=20, fp64_gumbel=wide))
+    engine.generate([[1, 2]], SamplingParams(max_tokens=2, temperature=1.0, seed=1))
+    assert set(asked) == {wide}

@@ -391,3 +391,14 @@ def test_float64_gumbel_draws_the_same_law() -> None:
     inputs = make_inputs(9, [2] * 500, 30)
     narrow, wide = emitted(dispatch.verify(inputs)), emitted(dispatch.verify(inputs, fp64_gumbel=True))
     assert sum(a == b for a, b in zip(narrow, wide, strict=True)) > 495
+
+
+def test_a_last_block_that_is_not_full_does_not_favour_its_last_token() -> None:
+    count, vocab = 4000, 5
+    seeds = torch.arange(count)
+    with mock.patch.object(reference, "VOCAB_BLOCK", 3):
+        drawn = reference.sample(
+            torch.zeros(count, vocab), torch.ones(count), seeds, torch.zeros_like(seeds), Stream.RECOVER
+        )
+    shares = torch.bincount(drawn, minlength=vocab) / count
+    assert (shares - 1 / vocab).abs().max() < 0.03

@@ -20,9 +20,12 @@ def run_cases(cases: str, environment: dict[str, str]) -> None:
         "-x",
         "-p",
         "no:cacheprovider",
+        "-p",
+        "no:xdist",
         str(Path(__file__).with_name(cases)),
     ]
-    result = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    result = subprocess.run(command, env={**own, **environment}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
 
 

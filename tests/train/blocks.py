@@ -8,7 +8,7 @@ from torch import Tensor
 from spectrain.heads.dflash import DFlashConfig, DFlashHead
 from spectrain.heads.target_tensors import TargetTensors
 from spectrain.tests.train.reference_decoder import rms, rope
-from spectrain.tests.train.toys import Document, pack, tiny_config
+from spectrain.tests.train.toys import Document, pack, seeded, tiny_config
 from spectrain.train.batch import TrainBatch
 
 
@@ -16,17 +16,6 @@ def block_config(vocab: int = 16, hidden: int = 16, **settings: Any) -> DFlashCo
     facts = tiny_config(vocab=vocab, hidden=hidden).target
     defaults = {"layer_ids": (2, 3, 4), "num_layers": 1, "block_size": 4, "mask_token_id": vocab - 1}
     return DFlashConfig.derive(facts, defaults | settings)
-
-
-def seeded(batch: TrainBatch, epoch: int = 0) -> TrainBatch:
-    """The batch with seeds that are a function of each document's tokens and the epoch, wherever it is packed."""
-    seeds = torch.zeros_like(batch.token_ids)
-    for line in range(len(seeds)):
-        for number in batch.document_ids[line].unique().tolist():
-            where = batch.document_ids[line] == number
-            tokens = batch.token_ids[line, where]
-            seeds[line, where] = (tokens * 31 ** (torch.arange(len(tokens)) % 11)).sum() * 1009 + epoch
-    return batch._replace(document_seeds=seeds)
 
 
 def block_batch(rows: list[list[Document]], target: TargetTensors, config: DFlashConfig, **options: Any) -> TrainBatch:

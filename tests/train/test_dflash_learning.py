@@ -10,7 +10,7 @@ from torch import Tensor
 from spectrain.heads.dflash import DFlashHead
 from spectrain.heads.target_tensors import TargetTensors
 from spectrain.tests.fresh import fresh_head, loud_head
-from spectrain.tests.train.blocks import BlockDrafter, block_batch, block_config, seeded
+from spectrain.tests.train.blocks import BlockDrafter, block_batch, block_config
 from spectrain.tests.train.texts import (
     CYCLE,
     ENTROPIES,
@@ -25,7 +25,7 @@ from spectrain.tests.train.texts import (
     shortened,
     unshifted,
 )
-from spectrain.tests.train.toys import MK, Document, law_target, mk_windows, onehot_document, share, train
+from spectrain.tests.train.toys import MK, Document, law_target, mk_windows, onehot_document, seeded, share, train
 from spectrain.train import alignment, attention
 from spectrain.train.attention import BlockAttend
 from spectrain.train.batch import TrainBatch
@@ -83,7 +83,7 @@ def test_cycle_served_in_the_other_mode_accepts_nothing(served: bool) -> None:
     """Trained from the anchor and served from the slot behind it, or the other way round, where slot 0 is untrained."""
     documents = cycle_documents(9)
     block = DRAFTS + 1
-    head, target, _ = fit(documents, CYCLE, 80, {"sample_from_anchor": not served, "block_size": block})
+    head, target, _ = fit(documents, CYCLE, 60, {"sample_from_anchor": not served, "block_size": block})
     other = DFlashHead(block_config(vocab=CYCLE + 1, block_size=block, sample_from_anchor=served))
     other.load_state_dict(head.state_dict())
     found = acceptance_length(other, target, documents)
@@ -175,11 +175,13 @@ def test_each_slot_converges_to_the_entropy_at_its_distance_and_never_below() ->
         assert mean == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_an_unshifted_anchor_stops_at_the_entropy_one_token_further(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alignment, "input_tokens", unshifted)
     assert cross_entropy(learn_chain(3), 0) == pytest.approx(0.945307, abs=3e-3)
 
 
+@pytest.mark.slow
 def test_a_label_one_ahead_stops_at_the_entropy_one_token_further(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alignment, "soft_label_rows", lambda rows, steps, ahead: LABEL_ROWS(rows, steps, ahead) + 1)
     assert cross_entropy(learn_chain(3), 0) == pytest.approx(0.945307, abs=3e-3)

@@ -13,7 +13,6 @@ from spectrain.tests.train.test_draft_model_objective import pack_seeded
 from spectrain.tests.train.texts import (
     CYCLE,
     ENTROPIES,
-    FIB,
     assert_nothing_was_known,
     certain_law,
     cross_entropy,
@@ -64,8 +63,7 @@ def acceptance_length(head: DraftModel, method: str, documents: list[Document], 
     return 1 + sum(counts) / len(counts)
 
 
-@pytest.mark.parametrize("loss", ["ce", "kl"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "loss"), [("draft_model", "ce"), ("pard", "kl")])
 def test_cycle_is_drafted_to_the_end(method: str, loss: str, tmp_path: Path):
     documents = cycle_documents(9, layers=0)
     head, _, output = learn(method, documents, certain_law(CYCLE), 60, loss=loss)
@@ -73,9 +71,10 @@ def test_cycle_is_drafted_to_the_end(method: str, loss: str, tmp_path: Path):
     assert predicted_acceptance_length(output.metrics) == pytest.approx(1 + (DRAFTS if method == "pard" else 1))
 
 
-@pytest.mark.parametrize("by", [-1, 1])
-@pytest.mark.parametrize("loss", ["ce", "kl"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "loss", "by"),
+    [("draft_model", "ce", -1), ("draft_model", "kl", 1), ("pard", "ce", 1), ("pard", "kl", -1)],
+)
 def test_cycle_with_labels_one_off_accepts_nothing(
     method: str, loss: str, by: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -93,8 +92,8 @@ def test_cycle_with_labels_one_off_accepts_nothing(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_fibonacci_needs_the_token_before_the_newest(method: str, tmp_path: Path):
-    documents = fibonacci_documents(7, layers=0)
-    head, _, _ = learn(method, documents, certain_law(FIB), 120, loss="ce")
+    documents = fibonacci_documents(7, modulus=3, layers=0)
+    head, _, _ = learn(method, documents, certain_law(3), 120, loss="ce")
     assert acceptance_length(head, method, documents, tmp_path) == DRAFTS + 1
 
 

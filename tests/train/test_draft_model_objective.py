@@ -12,7 +12,16 @@ from spectrain.heads.base import TargetFacts
 from spectrain.heads.draft_model import DraftModel
 from spectrain.heads.target_tensors import TargetTensors
 from spectrain.tests.language_models import in_transformers, parallel_logits, random_draft_model
-from spectrain.tests.train.toys import Document, counted, gradients, pack, random_document, random_target, tiny_config
+from spectrain.tests.train.toys import (
+    Document,
+    counted,
+    gradients,
+    pack,
+    random_document,
+    random_target,
+    seeded,
+    tiny_config,
+)
 from spectrain.train.batch import TrainBatch
 from spectrain.train.conditional_drop import drop_rows
 from spectrain.train.losses import LossKind
@@ -33,17 +42,6 @@ def make(steps: int, style: str = "llama", **settings) -> tuple[DraftModel, Draf
     if steps == 1:
         return head, DraftModelObjective(head.config, DraftModelSettings(**settings))
     return head, PardObjective(head.config, PardSettings(steps=steps, **settings))
-
-
-def seeded(batch: TrainBatch, epoch: int = 0) -> TrainBatch:
-    """Seeds that know a document by its tokens, wherever it is packed."""
-    seeds = torch.zeros_like(batch.token_ids)
-    for b in range(len(seeds)):
-        for number in batch.document_ids[b].unique().tolist():
-            here = batch.document_ids[b] == number
-            tokens = batch.token_ids[b][here].tolist()
-            seeds[b][here] = hash((epoch, *tokens)) % (1 << 62)
-    return batch._replace(document_seeds=seeds)
 
 
 def pack_seeded(
@@ -221,37 +219,6 @@ def test_hard_labels_are_tokens_of_the_counted_rows():
     x = document.token_ids.tolist()
     steps, rows = supervision.weights.nonzero(as_tuple=True)
     assert supervision.labels[steps, rows].tolist() == [x[3], x[4], x[7], x[4]]
-
-
-@pytest.mark.parametrize("kind", ["ce", "kl", "tv", "lk_alpha"])
-@pytest.mark.parametrize("steps", [1, 4])
-def test_gradient_does_not_depend_on_batching_padding_packing_or_ranks(steps: int, kind: LossKind):
-    """With rows dropped: which are kept is a matter of the document, not of its neighbours."""
-    head, objective = make(steps, loss=kind)
-    target = random_target(VOCAB, 16)
-    texts = [*documents(9, 12, 7, 10), *documents(5, 3, seed=5), *documents(8, 6, seed=6, prompt=4)]
-
-    def summed(layout: list[TrainBatch]) -> dict[str, Tensor]:
-        head.zero_grad()
-        counts = torch.stack([objective.count(head, batch) for batch in layout]).sum(0)
-        assert counts.tolist() == denominators.tolist()
-        for batch in layout:
-            objective(head, target, batch._replace(denominators=denominators)).loss.backward()
-        return gradients(head)  # pyright: ignore[reportArgumentType]
-
-    one = pack_seeded([[d] for d in texts], target, steps)
-    denominators = objective.count(head, one)
-    expected = summed([one])
-    layouts = {
-        "accumulation": [pack_seeded([[d]], target, steps) for d in texts],
-        "padding": [pack_seeded([[d] for d in texts], target, steps, seq=29)],
-        "packing": [pack_seeded([texts[:3], texts[3:5], texts[5:]], target, steps)],
-        "two unequal ranks": [pack_seeded([texts[:1]], target, steps), pack_seeded([texts[1:]], target, steps)],
-    }
-    for layout, batches in layouts.items():
-        for name, gradient in summed(batches).items():
-            scale = expected[name].abs().max()
-            assert (gradient - expected[name]).abs().max() < 1e-5 * scale + 1e-8, (layout, name)
 
 
 class TestConditionalDrop:

@@ -14,7 +14,6 @@ from spectrain.tests.train.texts import blank, cross_entropy
 from spectrain.tests.train.toys import (
     MK,
     counted,
-    gradients,
     law_target,
     mk_windows,
     random_document,
@@ -129,17 +128,6 @@ def test_a_slot_depends_on_the_token_before_it_and_no_later_one() -> None:
     losses.loss.backward()
     touched = head.markov_head.markov_w1.weight.grad.abs().sum(-1).nonzero().squeeze(1).tolist()
     assert touched == [1, 2, 3, 4, 5]  # anchors x_1..x_5 and the drafts before others; never a last label
-
-
-@pytest.mark.parametrize("confidence", [True, False])
-def test_a_batch_without_rows_gives_zeros_for_every_parameter(confidence: bool) -> None:
-    config, target = spark_config(confidence_head=confidence), random_target(16, 16)
-    head = spark_head(config, target)
-    document = random_document(6, 16, 16, torch.Generator().manual_seed(0))
-    batch = block_batch([[document._replace(loss_mask=torch.zeros(6, dtype=torch.bool))]], target, config, seq=9)
-    output = DSparkObjective(config, DSparkSettings())(head, target, batch._replace(denominators=torch.zeros(3)))
-    output.loss.backward()
-    assert output.loss == 0 and all((grad == 0).all() for grad in gradients(head).values())
 
 
 def learn_chain(weight: float = 1.0) -> tuple:

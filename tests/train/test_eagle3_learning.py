@@ -39,7 +39,7 @@ from spectrain.train.objectives.base import LossOutput, predicted_acceptance_len
 from spectrain.train.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 
 DRAFTS = 4
-FIB_LENGTH, FIB_STEPS = 9, 150
+FIB_LENGTH, FIB_STEPS = 9, 110
 INPUT_TOKENS, LABEL_ROWS, LABEL_TOPS = alignment.input_tokens, alignment.soft_label_rows, alignment.label_tops
 
 
@@ -60,7 +60,7 @@ def acceptance_length(head: Eagle3Head, target: TargetTensors, documents: list[D
 
 def test_cycle_is_drafted_to_the_end():
     documents = cycle_documents(9)
-    head, target, output = fit(documents, CYCLE, steps=120)
+    head, target, output = fit(documents, CYCLE, steps=80)
     assert acceptance_length(head, target, documents) == DRAFTS + 1
     assert predicted_acceptance_length(output.metrics) == pytest.approx(DRAFTS + 1)
 
@@ -69,7 +69,7 @@ def test_cycle_is_drafted_to_the_end():
 def test_cycle_with_labels_one_off_accepts_nothing(by: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(alignment, "soft_label_rows", lambda *where: LABEL_ROWS(*where) + by)
     documents = cycle_documents(9)
-    head, target, _ = fit(shortened(cycle_documents(10)), CYCLE, steps=60)
+    head, target, _ = fit(shortened(cycle_documents(10)), CYCLE, steps=40)
     assert acceptance_length(head, target, documents) == 1
 
 
@@ -78,7 +78,7 @@ def test_cycle_with_tokens_one_off_accepts_nothing_where_the_token_decides(by: i
     """States are blank here: beside a telling state a wrong token goes unnoticed on a cycle."""
     documents = blank(cycle_documents(9))
     monkeypatch.setattr(alignment, "input_tokens", lambda batch, step: (INPUT_TOKENS(batch, step) + by) % CYCLE)
-    head, target, _ = fit(documents, CYCLE, steps=60)
+    head, target, _ = fit(documents, CYCLE, steps=40)
     assert acceptance_length(head, target, documents) == 1
 
 

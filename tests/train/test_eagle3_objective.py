@@ -215,55 +215,6 @@ def test_noise_in_one_packed_document_leaves_the_other_alone():
             torch.testing.assert_close(before[k, :, : 5 - k], alone[k, :, : 5 - k], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["ce", "kl", "tv", "lk_alpha"])
-def test_gradient_does_not_depend_on_batching_padding_packing_or_ranks(kind: losses_module.LossKind):
-    config, target = tiny_config(draft_vocab_size=11), random_target(16, 16)
-    head = loud_head(config, target)
-    generator = torch.Generator().manual_seed(0)
-    lengths = [(9, 2), (5, 0), (3, 0), (12, 8), (7, 5), (4, 4), (10, 0), (6, 1)]  # tokens, of these prompt
-    documents = [random_document(n, 16, 16, generator, prompt=p) for n, p in lengths]
-    objective = Eagle3Objective(config, Eagle3Settings(steps=4, loss=kind))
-    denominators = objective.count(head, pack([[d] for d in documents], target, 4))
-    assert (denominators > 0).all()
-
-    def summed(batches: list[TrainBatch]) -> dict[str, Tensor]:
-        head.zero_grad()
-        counted_rows = torch.stack([objective.count(head, b) for b in batches]).sum(0)
-        assert counted_rows.tolist() == denominators.tolist()
-        for batch in batches:
-            objective(head, target, batch._replace(denominators=denominators)).loss.backward()
-        return gradients(head)
-
-    one_batch = summed([pack([[d] for d in documents], target, 4)])
-    layouts = {
-        "accumulation": [pack([[d]], target, 4) for d in documents],
-        "padding": [pack([[d] for d in documents], target, 4, seq=29)],
-        "packing": [pack([documents[:3], documents[3:5], documents[5:]], target, 4)],
-        "two unequal ranks": [pack([[d] for d in documents[:3]], target, 4), pack([documents[3:]], target, 4)],
-        "a rank without rows": [pack([[d] for d in documents], target, 4), pack([[documents[5]]], target, 4)],
-    }
-    for layout, batches in layouts.items():
-        if layout == "a rank without rows":
-            batches[1] = batches[1]._replace(loss_mask=torch.zeros_like(batches[1].loss_mask))
-        for name, grad in summed(batches).items():
-            torch.testing.assert_close(grad, one_batch[name], atol=1e-6, rtol=1e-5, msg=f"{layout}: {name}")
-
-
-@pytest.mark.parametrize("kind", ["ce", "kl", "tv", "lk_lambda", "lk_alpha"])
-def test_batch_without_supervised_rows_gives_finite_zeros_for_every_parameter(kind: losses_module.LossKind):
-    config, target = tiny_config(num_layers=2, draft_vocab_size=5), random_target(16, 16)
-    head = loud_head(config, target)
-    document = random_document(6, 16, 16, torch.Generator().manual_seed(0))
-    objective = Eagle3Objective(config, Eagle3Settings(steps=3, loss=kind))
-    empty = pack([[document._replace(loss_mask=torch.zeros(6, dtype=torch.bool))]], target, 3, seq=9)
-    assert objective.count(head, empty).tolist() == [0, 0, 0]
-    output = objective(head, target, empty._replace(denominators=torch.zeros(3)))
-    output.loss.backward()
-    assert output.loss == 0
-    assert all((grad == 0).all() for grad in gradients(head).values())
-    assert predicted_acceptance_length(output.metrics) == 1.0
-
-
 def test_rows_the_head_cannot_draft_are_removed_and_still_count_as_misses():
     config, target = tiny_config(draft_vocab_size=4), random_target(16, 16)
     head = loud_head(config, target)

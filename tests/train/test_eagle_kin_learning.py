@@ -66,7 +66,7 @@ def shift_tokens(monkeypatch: pytest.MonkeyPatch, by: int) -> None:
 
 def test_eagle_drafts_a_cycle_to_the_end():
     documents = [on_final(d) for d in cycle_documents(9)]
-    head, target, output = fit_eagle(documents, CYCLE, 120)
+    head, target, output = fit_eagle(documents, CYCLE, 80)
     assert acceptance_length(head, target, documents) == DRAFTS + 1
     assert share(output, "accept_0") == 1
 
@@ -75,7 +75,7 @@ def test_eagle_drafts_a_cycle_to_the_end():
 def test_eagle_with_labels_one_off_accepts_nothing(by: int, monkeypatch: pytest.MonkeyPatch):
     shift_labels(monkeypatch, by)
     documents = [on_final(d) for d in cycle_documents(10)]
-    head, target, _ = fit_eagle(shortened(documents), CYCLE, 60)
+    head, target, _ = fit_eagle(shortened(documents), CYCLE, 40)
     assert acceptance_length(head, target, documents) == 1
 
 
@@ -83,7 +83,7 @@ def test_eagle_with_labels_one_off_accepts_nothing(by: int, monkeypatch: pytest.
 def test_eagle_with_tokens_one_off_accepts_nothing_where_the_token_decides(by: int, monkeypatch: pytest.MonkeyPatch):
     shift_tokens(monkeypatch, by)
     documents = blank([on_final(d) for d in cycle_documents(9)])
-    head, target, _ = fit_eagle(documents, CYCLE, 60)
+    head, target, _ = fit_eagle(documents, CYCLE, 40)
     assert acceptance_length(head, target, documents) == 1
 
 
@@ -125,14 +125,14 @@ def test_eagle_with_a_label_one_ahead_stops_at_the_entropy_two_tokens_away(monke
 
 def test_peagle_drafts_a_cycle_to_the_end():
     documents = cycle_documents(9)
-    head, target, _ = fit_peagle(documents, CYCLE, 120, retention=1.0)
+    head, target, _ = fit_peagle(documents, CYCLE, 80, retention=1.0)
     assert acceptance_length(head, target, documents) == DRAFTS + 1
 
 
 @pytest.mark.parametrize("by", [-1, 1])
 def test_peagle_with_labels_one_off_accepts_nothing(by: int, monkeypatch: pytest.MonkeyPatch):
     shift_labels(monkeypatch, by)
-    head, target, _ = fit_peagle(shortened(cycle_documents(10)), CYCLE, 60)
+    head, target, _ = fit_peagle(shortened(cycle_documents(10)), CYCLE, 40)
     assert acceptance_length(head, target, cycle_documents(10)) == 1
 
 
@@ -140,7 +140,7 @@ def test_peagle_with_labels_one_off_accepts_nothing(by: int, monkeypatch: pytest
 def test_peagle_with_tokens_one_off_accepts_nothing_where_the_token_decides(by: int, monkeypatch: pytest.MonkeyPatch):
     shift_tokens(monkeypatch, by)
     documents = blank(cycle_documents(9))
-    head, target, _ = fit_peagle(documents, CYCLE, 60)
+    head, target, _ = fit_peagle(documents, CYCLE, 40)
     assert acceptance_length(head, target, documents) == 1
 
 
@@ -150,7 +150,11 @@ def test_peagle_drafts_fibonacci_from_token_and_state():
     assert acceptance_length(head, target, documents, row=1) == DRAFTS + 1
 
 
-@pytest.mark.parametrize(("by", "floor"), [(0, 0.945307), (-1, 0.766596)], ids=["right", "label one behind"])
+@pytest.mark.parametrize(
+    ("by", "floor"),
+    [(0, 0.945307), pytest.param(-1, 0.766596, marks=pytest.mark.slow)],
+    ids=["right", "label one behind"],
+)
 def test_peagle_converges_to_the_entropy_of_a_token_two_steps_away(by: int, floor: float, monkeypatch):
     """In documents so short that the last step has one row, which knows x_1 alone: nothing can be learned by heart."""
     shift_labels(monkeypatch, by)

@@ -14,7 +14,6 @@ from spectrain.tests.train.reference_decoder import teacher_forced
 from spectrain.tests.train.toys import (
     Document,
     counted,
-    gradients,
     on_final,
     pack,
     random_document,
@@ -26,7 +25,6 @@ from spectrain.tests.train.toys import (
 from spectrain.train.attention import UnrolledAttend
 from spectrain.train.batch import TrainBatch
 from spectrain.train.losses import LossKind
-from spectrain.train.objectives.base import LossOutput
 from spectrain.train.objectives.eagle import EagleObjective, EagleSettings
 from spectrain.train.objectives.rollout import unroll
 
@@ -232,58 +230,6 @@ def test_only_the_table_of_counted_rows_can_change_the_loss():
         assert (loss(document._replace(token_ids=token_ids)) == expected) == (t in (0, 7))
         assert (loss(document._replace(aux=aux)) == expected) == (t in (6, 7))
         assert (loss(document._replace(final=final)) == expected) == (t not in (2, 3, 6))
-
-
-def test_gradient_does_not_depend_on_batching_padding_packing_or_ranks():
-    """With noise, which belongs to the document and not to its place."""
-    config, target = tiny_eagle_config(), random_target(16, 16)
-    head = loud_head(config, target).train()
-    parts = documents(9, 5, 3, 12, 7, prompt=1)
-    objective = EagleObjective(config, EagleSettings())
-    seeds = {len(d.token_ids): i for i, d in enumerate(parts)}
-
-    def batch_of(rows: list[list[Document]], seq: int | None = None) -> TrainBatch:
-        batch = pack(rows, target, 1, seq)
-        found = torch.zeros_like(batch.positions)
-        for b, row in enumerate(rows):
-            ids = torch.cat([torch.full((len(d.token_ids),), seeds[len(d.token_ids)]) for d in row])
-            found[b, : len(ids)] = ids
-        return batch._replace(document_seeds=found)
-
-    whole = batch_of([[d] for d in parts])
-    denominators = objective.count(head, whole)
-
-    def summed(batches: list[TrainBatch]) -> dict[str, Tensor]:
-        head.zero_grad()
-        for batch in batches:
-            objective(head, target, batch._replace(denominators=denominators)).loss.backward()
-        return gradients(head)
-
-    expected = summed([whole])
-    masked = whole._replace(loss_mask=torch.zeros_like(whole.loss_mask))
-    layouts = {
-        "accumulation": [batch_of([[d]]) for d in parts],
-        "padding": [batch_of([[d] for d in parts], seq=29)],
-        "packing": [batch_of([parts[:3], parts[3:]])],
-        "a rank without rows": [whole, masked],
-    }
-    for layout, batches in layouts.items():
-        for name, grad in summed(batches).items():
-            torch.testing.assert_close(grad, expected[name], atol=1e-6, rtol=1e-5, msg=f"{layout}: {name}")
-
-
-@pytest.mark.parametrize("kind", ["ce", "kl", "tv", "lk_lambda", "lk_alpha"])
-def test_batch_without_supervised_rows_gives_finite_zeros_for_every_parameter(kind: LossKind):
-    config, target = tiny_eagle_config(num_layers=2, fc_bias=True), random_target(16, 16)
-    head = loud_head(config, target)
-    (document,) = documents(6)
-    objective = EagleObjective(config, EagleSettings(loss=kind))
-    empty = pack([[document._replace(loss_mask=torch.zeros(6, dtype=torch.bool))]], target, 1, seq=9)
-    assert objective.count(head, empty).tolist() == [0]
-    output: LossOutput = objective(head, target, empty._replace(denominators=torch.zeros(1)))
-    output.loss.backward()
-    assert output.loss == 0
-    assert all((grad == 0).all() for grad in gradients(head).values())
 
 
 @pytest.mark.parametrize(("bias", "size"), [(False, 235_933_696), (True, 235_937_792)])

@@ -12,7 +12,6 @@ from spectrain.tests.train.reference_decoder import teacher_forced
 from spectrain.tests.train.toys import (
     Document,
     counted,
-    gradients,
     pack,
     random_document,
     random_target,
@@ -263,61 +262,6 @@ def test_dropping_rows_changes_no_value_and_no_label_of_those_kept():
     found = head.logits(objective.unroll(head, target, batch, per_step), target)
     expected = torch.cat([everywhere[k, rows] for k, rows in enumerate(per_step)])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_gradient_does_not_depend_on_batching_padding_packing_or_ranks():
-    """With rows dropped, which belongs to the document and not to its place."""
-    config, target = tiny_peagle_config(num_layers=2, draft_vocab_size=11), random_target(16, 16)
-    head = loud_head(config, target).train()
-    objective = PEagleObjective(config, PEagleSettings(steps=4, retention=0.8))
-    parts = documents(19, 5, 13, 12, 17, prompt=1)
-    seeds = {len(d.token_ids): i for i, d in enumerate(parts)}
-
-    def batch_of(rows: list[list[Document]], seq: int | None = None) -> TrainBatch:
-        batch = pack(rows, target, 4, seq)
-        found = torch.zeros_like(batch.positions)
-        for b, row in enumerate(rows):
-            ids = torch.cat([torch.full((len(d.token_ids),), seeds[len(d.token_ids)]) for d in row])
-            found[b, : len(ids)] = ids
-        return batch._replace(document_seeds=found)
-
-    whole = batch_of([[d] for d in parts])
-    denominators = objective.count(head, whole)
-    assert (denominators > 0).all()
-
-    def summed(batches: list[TrainBatch]) -> dict[str, Tensor]:
-        head.zero_grad()
-        assert sum(objective.count(head, b) for b in batches).tolist() == denominators.tolist()
-        for batch in batches:
-            objective(head, target, batch._replace(denominators=denominators)).loss.backward()
-        return gradients(head)
-
-    expected = summed([whole])
-    masked = whole._replace(loss_mask=torch.zeros_like(whole.loss_mask))
-    layouts = {
-        "accumulation": [batch_of([[d]]) for d in parts],
-        "padding": [batch_of([[d] for d in parts], seq=29)],
-        "packing": [batch_of([parts[:3], parts[3:]])],
-        "a rank without rows": [whole, masked],
-    }
-    for layout, batches in layouts.items():
-        for name, grad in summed(batches).items():
-            torch.testing.assert_close(grad, expected[name], atol=1e-6, rtol=1e-5, msg=f"{layout}: {name}")
-
-
-@pytest.mark.parametrize("kind", ["ce", "kl", "lk_lambda"])
-def test_batch_without_supervised_rows_gives_finite_zeros_for_every_parameter(kind: LossKind):
-    config, target = tiny_peagle_config(num_layers=2, fc_norm=True), random_target(16, 16)
-    head = loud_head(config, target)
-    (document,) = documents(6)
-    objective = PEagleObjective(config, PEagleSettings(steps=3, loss=kind))
-    empty = pack([[document._replace(loss_mask=torch.zeros(6, dtype=torch.bool))]], target, 3, seq=9)
-    assert objective.count(head, empty).tolist() == [0, 0, 0]
-    output = objective(head, target, empty._replace(denominators=torch.zeros(3)))
-    output.loss.backward()
-    assert output.loss == 0
-    found = gradients(head)
-    assert "mask_hidden" in found and all((grad == 0).all() for grad in found.values())
 
 
 def test_the_folder_is_vllms_with_the_mask_under_both_names():

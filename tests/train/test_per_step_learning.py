@@ -62,7 +62,9 @@ def acceptance_length(head: PerStepHead, target: TargetTensors, documents: list[
 @pytest.mark.parametrize(
     ("style", "loss"),
     [
-        *itertools.product(("medusa", "mlp"), ("ce", "kl", "lk_lambda")),
+        ("medusa", "ce"),
+        ("medusa", "lk_lambda"),
+        ("mlp", "kl"),
         ("medusa, two blocks", "ce"),
         ("mlp, tied", "ce"),
         ("mlp, scaled input", "ce"),
@@ -81,9 +83,9 @@ def test_blocks_over_a_shared_matrix_learn_the_cycle_too():
     assert acceptance_length(head, target, cycle_documents(8, layers=0)) == HEADS + 1
 
 
-@pytest.mark.parametrize("by", [-1, 1])
-@pytest.mark.parametrize("style", ["medusa", "mlp"])
-@pytest.mark.parametrize("loss", ["ce", "kl"])
+@pytest.mark.parametrize(
+    ("style", "loss", "by"), [("medusa", "ce", -1), ("medusa", "kl", 1), ("mlp", "ce", 1), ("mlp", "kl", -1)]
+)
 def test_cycle_with_labels_one_off_accepts_nothing(style: str, loss: LossKind, by: int, monkeypatch):
     monkeypatch.setattr(alignment, "soft_label_rows", lambda *arguments: LABEL_ROWS(*arguments) + by)
     monkeypatch.setattr(alignment, "label_tokens", lambda batch, step, ahead: LABEL_TOKENS(batch, step, ahead + by))
@@ -170,8 +172,7 @@ def test_rows_whose_top_token_is_outside_the_map_are_dropped(style: str):
     assert share(output, "entropy_0") == pytest.approx(0.408446, abs=1e-4)
 
 
-@pytest.mark.parametrize("loss", ["ce", "kl"])
-@pytest.mark.parametrize("style", ["medusa", "mlp"])
+@pytest.mark.parametrize(("style", "loss"), [("medusa", "kl"), ("mlp", "ce")])
 def test_uniform_tokens_cannot_be_predicted(style: str, loss: LossKind):
     """Fresh uniform tokens every step; states name the next token: a leak, could a row see its label's."""
     vocab = 6

@@ -15,10 +15,8 @@ from spectrain.tests.train.per_step import (
     normed,
     teacher_forced,
 )
-from spectrain.tests.train.toys import Document, counted, gradients, pack, random_document, random_target
-from spectrain.train.batch import TrainBatch
+from spectrain.tests.train.toys import Document, counted, pack, random_document, random_target
 from spectrain.train.losses import LossKind
-from spectrain.train.objectives.base import predicted_acceptance_length
 from spectrain.train.settings import OptimizerSettings
 from spectrain.train.step import make_optimizer
 
@@ -150,58 +148,6 @@ def test_only_the_table_of_counted_rows_can_change_the_loss(style: str, kind: Lo
         final[t] = torch.randn(16, generator=generator)
         assert (loss(document._replace(token_ids=token_ids)) != expected) == (t in labels | inputs), t
         assert (loss(document._replace(final=final)) != expected) == (t in {1, 2, 5} | laws), t
-
-
-@pytest.mark.parametrize("kind", ["ce", "kl", "tv", "lk_alpha"])
-@pytest.mark.parametrize("style", ["medusa, token map", "medusa, shared lm_head", "mlp, token map", "mlp, tied"])
-def test_gradient_does_not_depend_on_batching_padding_packing_or_ranks(style: str, kind: LossKind):
-    config, target = make_config(style), random_target(16, 16)
-    head = loud_head(config, target, random_norms=True)
-    generator = torch.Generator().manual_seed(0)
-    lengths = [(9, 2), (5, 0), (3, 0), (12, 8), (7, 5), (4, 4), (10, 0), (6, 1)]  # tokens, of these prompt
-    texts = [random_document(n, 16, 16, generator, layers=0, prompt=p) for n, p in lengths]
-    objective = make_objective(config, loss=kind)
-    denominators = objective.count(head, pack([[d] for d in texts], target, 3))
-    assert (denominators > 0).all()
-
-    def summed(batches: list[TrainBatch]) -> dict[str, Tensor]:
-        head.zero_grad()
-        assert torch.stack([objective.count(head, b) for b in batches]).sum(0).tolist() == denominators.tolist()
-        for batch in batches:
-            objective(head, target, batch._replace(denominators=denominators)).loss.backward()
-        return gradients(head)
-
-    one_batch = summed([pack([[d] for d in texts], target, 3)])
-    blank = pack([[texts[5]]], target, 3)
-    layouts = {
-        "accumulation": [pack([[d]], target, 3) for d in texts],
-        "padding": [pack([[d] for d in texts], target, 3, seq=29)],
-        "packing": [pack([texts[:3], texts[3:5], texts[5:]], target, 3)],
-        "two unequal ranks": [pack([[d] for d in texts[:3]], target, 3), pack([texts[3:]], target, 3)],
-        "a rank without rows": [
-            pack([[d] for d in texts], target, 3),
-            blank._replace(loss_mask=torch.zeros_like(blank.loss_mask)),
-        ],
-    }
-    for layout, batches in layouts.items():
-        for name, grad in summed(batches).items():
-            torch.testing.assert_close(grad, one_batch[name], atol=1e-6, rtol=1e-5, msg=f"{layout}: {name}")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("style", ["medusa", "medusa, shared lm_head and token map", "mlp", "mlp, tied"])
-def test_batch_without_supervised_rows_gives_finite_zeros_for_every_parameter(style: str, kind: LossKind):
-    config, target = make_config(style), random_target(16, 16)
-    head = loud_head(config, target, random_norms=True)
-    document = random_document(6, 16, 16, torch.Generator().manual_seed(0), layers=0)
-    objective = make_objective(config, loss=kind)
-    empty = pack([[document._replace(loss_mask=torch.zeros(6, dtype=torch.bool))]], target, 3, seq=9)
-    assert objective.count(head, empty).tolist() == [0, 0, 0]
-    output = objective(head, target, empty._replace(denominators=torch.zeros(3)))
-    output.loss.backward()
-    assert output.loss == 0
-    assert all((grad == 0).all() for grad in gradients(head).values())
-    assert predicted_acceptance_length(output.metrics) == 1.0
 
 
 @pytest.mark.parametrize("style", ["medusa, token map", "mlp, token map"])

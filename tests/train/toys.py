@@ -133,6 +133,17 @@ def pack(rows: list[list[Document]], target: TargetTensors, num_terms: int, seq:
     return TrainBatch(token_ids, positions, document_ids, loss_mask, tops, aux, final, denominators, seeds)
 
 
+def seeded(batch: TrainBatch, epoch: int = 0) -> TrainBatch:
+    """The batch with seeds that are a function of each document's tokens and the epoch, wherever it is packed."""
+    seeds = torch.zeros_like(batch.token_ids)
+    for line in range(len(seeds)):
+        for number in batch.document_ids[line].unique().tolist():
+            where = batch.document_ids[line] == number
+            tokens = batch.token_ids[line, where]
+            seeds[line, where] = (tokens * 31 ** (torch.arange(len(tokens)) % 11)).sum() * 1009 + epoch
+    return batch._replace(document_seeds=seeds)
+
+
 def counted(objective: Objective, head: DraftHead, batch: TrainBatch) -> TrainBatch:
     """The batch with its own rows as denominators."""
     return batch._replace(denominators=objective.count(head, batch))

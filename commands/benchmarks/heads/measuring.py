@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ....heads.folder import LoadedHead
 from ....infer.engine import Engine
 from ....infer.evaluate import (
+    Drafted,
     Evaluation,
     as_verified,
     check_equal,
@@ -25,12 +26,14 @@ from ....infer.evaluate import (
 from ....infer.evaluate import Run as Decoded
 from ....infer.losslessness import Losslessness
 from ....infer.prompts import Prompt
+from ....infer.proposers.none import NoneProposer
 from ....infer.report import verdict
 from ....infer.sampling import SamplingParams
 from ....infer.statistics import EngineStatistics
 from ....infer.target import Target
 from ...devices import environment
-from ...engines import build_engine, build_proposer
+from ...engines import build_engine
+from ...heads import head_proposer
 from .estimate import START_SECONDS
 from .plan import Plan, Run
 from .work import Load, Work
@@ -81,7 +84,7 @@ class Bench:
         outcomes = []
         for name in sets:
             work, key = self._evaluation(run, load, name), Key(name, load.batch_size, load.temperature)
-            result = result_of(work, self._plain[key], decoded[name], verdicts[name])
+            result = result_of(work, self._plain[key], Drafted(decoded[name], {}, None, None), verdicts[name])
             record = {"call": self.call, "run": run.name, **dataclasses.asdict(result), "verdict": verdict(result)}
             refused = None if verdicts[name].passed else verdict(result)
             if refused is None:
@@ -168,7 +171,7 @@ class Bench:
         sampling = "probabilistic" if load.temperature > 0 else "greedy"
         return build_engine(
             self.target,
-            build_proposer(self.target, loaded, k, sampling, packages),
+            NoneProposer() if loaded is None else head_proposer(self.target, loaded, k, sampling, packages),
             num_draft_tokens=k,
             batch_size=load.batch_size,
             longest=self._longest,

@@ -10,7 +10,7 @@ from ....infer.target import Target
 from ....train.trainer import TrainingError
 from ...devices import device_of, dtype_of
 from ...heads import load_trained
-from ...prompt_sets import check_lengths, read_prompts
+from ...prompt_sets import check_draft_length, read_prompts
 from ..record import BenchError, Record
 from .estimate import START_SECONDS, Clock, minutes, product_speed, training_seconds
 from .measuring import FIRST_RUNS, Bench, Outcome
@@ -187,10 +187,7 @@ class Job:
         prompts = {
             name: read_prompts(path, target, plan.model, limit=plan.num_prompts) for name, path in plan.prompts.items()
         }
-        for name, some in prompts.items():
-            if not some:
-                raise BenchError(f"prompt set {name}: expected prompts in {plan.prompts[name]}, found none")
-        check_lengths(prompts, max(k for head in plan.heads for k in plan.draft_tokens(head)), target)
+        check_draft_length(max(k for head in plan.heads for k in plan.draft_tokens(head)), target)
         return Bench(plan, self.work, target, prompts)
 
     def _print_plan(self, bench: Bench | None, trainings: list[Run], measuring: list[Run]) -> None:
