@@ -317,8 +317,9 @@ def heads(
         time_limit=time_limit,
     )
     record = benchmark.run(plan)
-    print(markdown(record.as_json()))
-    print(f"table: {work / 'table.json'}, {work / 'table.md'}")
+    if record.rows:
+        print(markdown(record.as_json()))
+        print(f"table: {work / 'table.json'}, {work / 'table.md'}")
 
 
 @app.command("drafting")

@@ -244,7 +244,7 @@ def test_a_model_that_others_start_from_is_made_for_them(inputs, tmp_path, capsy
 def test_no_time_begins_nothing(inputs, tmp_path, capsys) -> None:
     code, shown, _ = run(capsys, *inputs, *SIZES, *TWO, "--work", tmp_path, "--time-limit", 0.01)
     assert code == 0 and "run the command again to go on" in shown
-    assert files_of(tmp_path) == {}
+    assert files_of(tmp_path) == {} and "table:" not in shown
 
 
 def test_other_settings_do_not_mix(inputs, one_call, tmp_path, capsys) -> None:
