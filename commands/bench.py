@@ -5,13 +5,13 @@ What is measured, and how, stands in `benchmarks/`.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from .options import Device, Dtype, Eager, Model, Overwrite
+from .options import AllowPackage, Device, Dtype, Eager, MaxLength, Model, Overwrite, Seed
 
 if TYPE_CHECKING:
     from .benchmarks.record import Record
@@ -234,6 +234,94 @@ def policy(
     _run("policy", source, settings, out, lambda record: benchmark.run(record, source, work))
 
 
+@app.command("heads")
+def heads(
+    model: Model,
+    shards: Annotated[list[Path], typer.Option(help="Shard folders written by extract; every head trains on them.")],
+    prompts: Annotated[list[str], typer.Option(help="Prompt sets: name=FILE, FILE, or a folder of JSONL files.")],
+    work: Annotated[Path, typer.Option(help="Folder of everything made; finished pieces in it are taken over.")],
+    recipes: Annotated[
+        str | None,
+        typer.Option(help="Heads to compare, as eagle3,medusa or label=recipe; otherwise every recipe of a head."),
+    ] = None,
+    only: Annotated[str | None, typer.Option(help="Those of them to work on in this call; the table has all.")] = None,
+    token_budget: Annotated[int, typer.Option(help="Tokens to train each head on.")] = 3_000_000,
+    sequence_length: Annotated[int, typer.Option(help="Tokens a training row, the same for all heads.")] = 2048,
+    rows_a_step: Annotated[int, typer.Option(help="Training rows an optimizer step.")] = 4,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="[LABEL:]KEY=VALUE", help="Override, as medusa:optimizer.lr=1e-3."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Seeds of the heads named by --seeded.")] = 1,
+    seeded: Annotated[str, typer.Option(help="Heads trained and measured once a seed, as eagle3,dflash.")] = "",
+    num_draft_tokens: Annotated[str, typer.Option(help="Draft tokens a step, of every head.")] = "5",
+    more_draft_tokens: Annotated[
+        str, typer.Option(help="Further ones, of heads that draft all tokens in one pass.")
+    ] = "7,12",
+    batch_sizes: BatchSizes = "1,16",
+    temperatures: Annotated[str, typer.Option(help="As 0,1; above 0 drafts are drawn from the head's law.")] = "0,1",
+    num_prompts: Annotated[int, typer.Option(help="Prompts a set.")] = 40,
+    max_new_tokens: MaxNewTokens = 128,
+    max_length: MaxLength = None,
+    seed: Seed = 0,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Seconds: begin nothing that is likely to end later; run again to go on.")
+    ] = None,
+    eager: Eager = False,
+    device: Device = "auto",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], typer.Option(help="auto: bfloat16 on a GPU, float32 on a CPU.")
+    ] = "auto",
+    allow_package: AllowPackage = None,
+) -> None:
+    """Every head trained on the same tokens and measured in the engine: one table, as JSON and Markdown in --work.
+
+    A killed or limited call loses nothing: the same command goes on. Checked: each measurement's text is the target's.
+    """
+    counts = {"token_budget": token_budget, "sequence_length": sequence_length, "rows_a_step": rows_a_step}
+    counts |= {"seeds": seeds, "num_prompts": num_prompts, "max_new_tokens": max_new_tokens}
+    _check_counts(counts)
+    from .benchmarks.heads import plan as plans
+    from .benchmarks.heads import run as benchmark
+    from .benchmarks.heads.table import markdown
+
+    ks = plans.parse_counts(num_draft_tokens, "--num-draft-tokens")
+    more = plans.parse_counts(more_draft_tokens, "--more-draft-tokens") if more_draft_tokens else ()
+    some = plans.names(seeded)
+    found = plans.parse_heads(
+        recipes, overrides or [], tuple(range(seed, seed + seeds)), some, max(ks), allow_package or []
+    )
+    plans.check_labels("--only", plans.names(only or ""), [head.label for head in found])
+    plan = plans.Plan(
+        model=model,
+        shards=tuple(shards),
+        prompts=plans.parse_prompts(prompts),
+        work=work,
+        heads=found,
+        only=None if only is None else plans.names(only),
+        token_budget=token_budget,
+        sequence_length=sequence_length,
+        rows_a_step=rows_a_step,
+        num_draft_tokens=ks,
+        more_draft_tokens=more,
+        batch_sizes=plans.parse_counts(batch_sizes, "--batch-sizes"),
+        temperatures=plans.parse_temperatures(temperatures),
+        num_prompts=num_prompts,
+        max_new_tokens=max_new_tokens,
+        max_length=max_length,
+        seed=seed,
+        eager=eager,
+        device=device,
+        dtype=dtype,
+        packages=tuple(allow_package or ()),
+        time_limit=time_limit,
+    )
+    record = benchmark.run(plan)
+    if record.rows:
+        print(markdown(record.as_json()))
+        print(f"table: {work / 'table.json'}, {work / 'table.md'}")
+
+
 @app.command("drafting")
 def drafting(
     model: TargetModel = None,
@@ -265,11 +353,15 @@ def drafting(
 
 
 def _check(out: Path, overwrite: bool, **at_least_one: int) -> None:
+    _check_counts(at_least_one)
+    if out.exists() and not overwrite:
+        raise OutputError(f"{out} is there already; pass --overwrite or another --out")
+
+
+def _check_counts(at_least_one: Mapping[str, int]) -> None:
     for name, value in at_least_one.items():
         if value < 1:
             raise OutputError(f"--{name.replace('_', '-')} must be at least 1, found {value}")
-    if out.exists() and not overwrite:
-        raise OutputError(f"{out} is there already; pass --overwrite or another --out")
 
 
 def _source(model: str | None, shape: str | None, device: str, dtype: str) -> "Source":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from .acceptance import acceptance_rates
-from .heads import load_model, warn_of_differences
+from .heads import load_model, load_trained
 from .methods import PLAIN, DraftTokens, draft_tokens, methods_of, model_method, needs_head, uses_suffix
 from .options import (
     AcceptanceLength,
@@ -37,6 +37,7 @@ from .options import (
     VerificationName,
 )
 from .progress import progress_bars
+from .prompt_sets import check_draft_length, read_prompts, set_names
 
 if TYPE_CHECKING:
     import numpy as np
@@ -211,12 +212,16 @@ def run(options: Options, *, quiet: bool = False) -> "list[MethodResult]":
     target = Target.load(
         options.model, device=device, dtype=dtype_of(options.dtype, device), max_length=options.max_length
     )
-    sets = _set_names(options.prompts)
-    prompt_sets = {name: _read_prompts(path, target, options) for name, path in zip(sets, options.prompts, strict=True)}
+    sets = set_names(options.prompts)
+    reading = {"raw": options.raw, "all_turns": options.all_turns, "limit": options.limit}
+    prompt_sets = {
+        name: read_prompts(path, target, options.model, **reading)
+        for name, path in zip(sets, options.prompts, strict=True)
+    }
     loaded = _load_head(options, target, names) if any(map(needs_head, names)) else None
     record = {} if loaded is None else loaded.record
     methods = {name: draft_tokens(name, options, record) for name in names}
-    _check_draft_length(max(tokens.engine for tokens in methods.values()), target)
+    check_draft_length(max(tokens.engine for tokens in methods.values()), target)
     responses = load_suffix_cache(options, target)
     measured = []
     for name, prompts in prompt_sets.items():
@@ -284,70 +289,12 @@ def _params(options: Options) -> "SamplingParams":
     return SamplingParams(max_tokens=options.max_new_tokens, stop=tuple(options.stop or ()), **given)
 
 
-def _set_names(paths: Sequence[Path]) -> list[str]:
-    """A name for each file, the shortest that tells them apart; a file given twice is refused."""
-    for names in (
-        [path.name.split(".")[0] for path in paths],
-        [path.name for path in paths],
-        [f"{path.resolve().parent.name}/{path.name}" for path in paths],
-    ):
-        if len(set(names)) == len(names):
-            return names
-    doubled = next(name for name in names if names.count(name) > 1)
-    raise EvalError(f"every --prompts file needs a name of its own, found {doubled} twice; rename one or give it once")
-
-
-def _read_prompts(path: Path, target: "Target", options: Options) -> "list[Prompt]":
-    from ..infer.prompts import load_prompts
-
-    if target.tokenizer is None:
-        raise EvalError(f"prompts need a tokenizer, found none beside {options.model}; copy it into the model's folder")
-    prompts = load_prompts([path], target.tokenizer, raw=options.raw, all_turns=options.all_turns, limit=options.limit)
-    return _fitting(prompts, path, target)
-
-
 def _load_head(options: Options, target: "Target", names: Sequence[str]) -> "LoadedHead":
-    from ..heads.folder import load_head
-
     assert options.head is not None
     method = model_method(options.head, names)
     if method is not None:
         return load_model(options.head, method, target, options.model)
-    loaded = load_head(
-        options.head, device=target.device, dtype=target.dtype, allowed_packages=options.allow_package or ()
-    )
-    made, found = loaded.head.config.target, target.facts
-    for name in ("hidden_size", "num_layers", "vocab_size"):
-        if getattr(made, name) != getattr(found, name):
-            raise EvalError(
-                f"{options.head} was trained for a target of {name} {getattr(made, name)}, {options.model} has "
-                f"{getattr(found, name)}; give the target it was trained for"
-            )
-    warn_of_differences(loaded.record, target, options.head, options.model)
-    return loaded
-
-
-def _fitting(prompts: "Sequence[Prompt]", path: Path, target: "Target") -> "list[Prompt]":
-    """The prompts that leave room for a token in the context; says which do not, and raises EvalError if none does."""
-    fitting = [prompt for prompt in prompts if len(prompt.token_ids) < target.max_length]
-    for prompt in prompts:
-        if len(prompt.token_ids) >= target.max_length:
-            print(
-                f"spectrain: warning: {prompt.source} is left out: prompts must leave room in the context of "
-                f"{target.max_length} tokens, found {len(prompt.token_ids)}; shorten it or raise --max-length",
-                file=sys.stderr,
-            )
-    if not fitting:
-        raise EvalError(f"{path} holds no prompt shorter than the context of {target.max_length} tokens")
-    return fitting
-
-
-def _check_draft_length(k: int, target: "Target") -> None:
-    if k >= target.max_length:
-        raise EvalError(
-            f"drafts must be shorter than the context of {target.max_length} tokens, found --num-draft-tokens {k}; "
-            f"lower it or raise --max-length"
-        )
+    return load_trained(options.head, target, options.model, options.allow_package or ())
 
 
 def _builder(

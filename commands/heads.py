@@ -2,12 +2,14 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..heads.folder import LoadedHead
+    from ..infer.proposers.base import Proposer
+    from ..infer.proposers.drafting import DraftSampling
     from ..infer.target import Target
 
 MODEL_METHODS = ("draft_model", "pard")
@@ -17,6 +19,29 @@ MODEL_METHODS = ("draft_model", "pard")
 def is_model(folder: Path, method: str | None) -> bool:
     """Whether a folder is to be read as an ordinary language model and not as a head that `fit` wrote."""
     return method in MODEL_METHODS and (folder / "config.json").is_file() and not (folder / "spectrain.json").is_file()
+
+
+class HeadTargetError(ValueError):
+    """A head and a target that do not belong together."""
+
+
+def load_trained(folder: Path, target: "Target", model: str, allowed_packages: Collection[str] = ()) -> "LoadedHead":
+    """A head that `fit` wrote, on the device of a target that was loaded from `model`.
+
+    Raises HeadTargetError where it was trained for a target of another shape; what else differs is only warned of.
+    """
+    from ..heads.folder import load_head
+
+    loaded = load_head(folder, device=target.device, dtype=target.dtype, allowed_packages=allowed_packages)
+    made, found = loaded.head.config.target, target.facts
+    for name in ("hidden_size", "num_layers", "vocab_size"):
+        if getattr(made, name) != getattr(found, name):
+            raise HeadTargetError(
+                f"{folder} was trained for a target of {name} {getattr(made, name)}, {model} has "
+                f"{getattr(found, name)}; give the target it was trained for"
+            )
+    warn_of_differences(loaded.record, target, folder, model)
+    return loaded
 
 
 def load_model(folder: Path, method: str, target: "Target", model: str) -> "LoadedHead":
@@ -60,3 +85,17 @@ def warn_of_differences(record: Mapping[str, Any], target: "Target", head: Path,
                 f"{model} ({now[:12]}); acceptance will suffer",
                 file=sys.stderr,
             )
+
+
+def head_proposer(
+    target: "Target",
+    loaded: "LoadedHead",
+    num_draft_tokens: int,
+    draft_sampling: "DraftSampling",
+    allowed_packages: Collection[str] = (),
+) -> "Proposer":
+    """What drafts with a head."""
+    from ..heads.resolve import resolve
+
+    proposer = resolve(loaded.head.config.proposer, allowed_packages)
+    return proposer(loaded.head, target.tensors(), num_draft_tokens, draft_sampling)

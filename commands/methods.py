@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .heads import is_model
+from .heads import head_proposer, is_model
 
 if TYPE_CHECKING:
     import numpy as np
@@ -142,7 +142,8 @@ def proposer_maker(
 
             return CustomProposer(name.removeprefix(CUSTOM), config, target.vocab_size)
         assert loaded is not None
-        head = _head(options, target, loaded, min(k, tokens.head))
+        packages = options.allow_package or ()
+        head = head_proposer(target, loaded, min(k, tokens.head), options.draft_sampling, packages)
         if not name.startswith(WITH_SUFFIX):
             return head
         from ..infer.proposers.hybrid import HybridProposer
@@ -234,10 +235,3 @@ def _suffix(options: "Options", k: int, responses: "Sequence[np.ndarray]") -> "S
     from ..infer.proposers.suffix import SuffixProposer
 
     return SuffixProposer(k, _suffix_settings(options), responses)
-
-
-def _head(options: "Options", target: "Target", loaded: "LoadedHead", k: int) -> "Proposer":
-    from ..heads.resolve import resolve
-
-    proposer = resolve(loaded.head.config.proposer, options.allow_package or ())
-    return proposer(loaded.head, target.tensors(), k, options.draft_sampling)

@@ -107,7 +107,8 @@ class Engine:
         else:
             target.unfuse()
         specs = (*target.plane_specs, *requirements.planes)
-        num_blocks = self._num_blocks(specs)
+        spare_slots = requirements.spare_slots(config.num_draft_tokens)
+        num_blocks = self._num_blocks(specs, self.max_length + spare_slots)
         self.pool = BlockPool(
             num_blocks, config.block_size, prefix_cache=config.prefix_cache, next_token=requirements.next_token
         )
@@ -120,7 +121,7 @@ class Engine:
             config.num_draft_tokens,
             config.block_size,
             target.device,
-            requirements.spare_slots(config.num_draft_tokens),
+            spare_slots,
         )
         proposer.bind(planes, config.max_batch_size + 1)
         self.settings = SamplingTable(config.max_batch_size + 1, target.vocab_size, target.device)
@@ -386,8 +387,8 @@ class Engine:
             return Verification(mode if k else VerifyMode.STANDARD, fp64_gumbel=self.config.fp64_gumbel)
         return Verification(mode, synthetic_rates(k, rates=rates, device=self.target.device), self.config.fp64_gumbel)
 
-    def _num_blocks(self, specs: Sequence[PlaneSpec]) -> int:
-        """Blocks for a full batch of full contexts, or as many as the free memory holds, unless the config says."""
+    def _num_blocks(self, specs: Sequence[PlaneSpec], slots: int) -> int:
+        """Blocks for a full batch of so many slots each, or as many as memory holds, unless the config says."""
         block_bytes = sum(spec.bytes_per_token for spec in specs) * self.config.block_size
         free = _free_memory(self.target.device)
         given = self.config.num_blocks
@@ -398,7 +399,7 @@ class Engine:
                     f"{free / 2**30:.1f}; lower --num-blocks to {free // block_bytes} or less"
                 )
             return given
-        wanted = self.config.max_batch_size * -(-self.max_length // self.config.block_size) + 1
+        wanted = self.config.max_batch_size * -(-slots // self.config.block_size) + 1
         return max(2, min(wanted, int(free * self.config.memory_share) // block_bytes))
 
 

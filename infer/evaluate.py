@@ -73,7 +73,7 @@ class Drafted(NamedTuple):
 
     run: Run
     best_k_by_batch_size: dict[int, int]
-    single: EngineStatistics | None  # a short run at one draft token
+    single: EngineStatistics | None  # a short run at one draft token; None: not made
     lossless: Losslessness | None  # None: still to be compared with plain decoding
 
 
@@ -95,56 +95,29 @@ def compare(works: Sequence[Evaluation], builds: Sequence[BuildEngine], progress
     `works` differ in method, draft tokens and what depends on them; `builds[i]` makes the engines of `works[i]`.
     """
     first, build = works[0], builds[0]
-    before = _run(first, build(0, first.batch_size), partial(progress, "plain decoding"))
+    before = decode(first, build(0, first.batch_size), partial(progress, "plain decoding"))
     drafts = [_draft(work, make, progress) for work, make in zip(works, builds, strict=True)]
     engine = build(0, first.batch_size)
-    after = _run(first, engine, partial(progress, "plain decoding again"))
+    after = decode(first, engine, partial(progress, "plain decoding again"))
     measured = []
     for work, drafted in zip(works, drafts, strict=True):
         lossless = drafted.lossless
         if lossless is None:
-            lossless, engine = _check_equal(work, build, engine, before, drafted.run, progress)
+            lossless = check_equal(work, engine, before, drafted.run, None)
+        if needs_plain_differences(work, lossless):
+            del engine
+            again, copies = as_verified(work), work.num_draft_tokens + 1
+            engine, phase = build(0, again.batch_size), f"plain decoding, batch {again.batch_size}"
+            other = decode(again, engine, lambda finished, p=phase, c=copies: progress(p, finished // c))
+            lossless = check_equal(work, engine, before, drafted.run, plain_differences(work, before, other))
         measured.append(
-            Measured(_result(work, (before, after), drafted, lossless), drafted.run.outputs, before.outputs)
+            Measured(result_of(work, (before, after), drafted, lossless), drafted.run.outputs, before.outputs)
         )
     return measured
 
 
-def best_num_draft_tokens(acceptance_by_position: Sequence[float], costs: Costs) -> tuple[int, list[float]]:
-    """The k of the highest predicted speed-up (0: none exceeds 1) and the predictions for k = 1, 2, ...
-
-    A step of k drafts yields 1 + p_1 + ... + p_k tokens, with p the unconditional acceptance by position.
-    """
-    predicted, tokens = [], 1.0
-    for rate, cost in zip(acceptance_by_position, costs.drafting, strict=True):
-        tokens += rate
-        predicted.append(tokens * costs.decode / cost)
-    best = max(range(len(predicted)), key=predicted.__getitem__) + 1
-    return (best if predicted[best - 1] > 1 else 0), predicted
-
-
-def step_costs(drafted: EngineStatistics, single: EngineStatistics | None, decode_ms: float, k: int) -> Costs:
-    """Cost of a step for 1..k drafts: a straight line between the measured ends, k and 1 drafts.
-
-    Without a measurement at 1, proposing grows from nothing and verifying from a plain step.
-    """
-    draft_k, verify_k = drafted.draft_ms, drafted.verify_ms
-    assert draft_k is not None and verify_k is not None
-    if single is None or single.draft_ms is None or single.verify_ms is None:
-        totals = [draft_k * i / k + decode_ms + (verify_k - decode_ms) * i / k for i in range(1, k + 1)]
-    else:
-        first, last = single.draft_ms + single.verify_ms, draft_k + verify_k
-        totals = [first + (last - first) * i / max(k - 1, 1) for i in range(k)]
-    return Costs(totals, decode_ms)
-
-
-def noise_floor(tokens_per_second: Sequence[float]) -> float:
-    """(fastest - slowest) / mean of repeated runs."""
-    mean = sum(tokens_per_second) / len(tokens_per_second)
-    return (max(tokens_per_second) - min(tokens_per_second)) / mean if mean else 0.0
-
-
-def _run(work: Evaluation, engine: Engine, progress: Callable[[int], None]) -> Run:
+def decode(work: Evaluation, engine: Engine, progress: Callable[[int], None]) -> Run:
+    """All prompts once through a warmed-up engine, which knew none of them."""
     _warm_up(work, engine)
     finished = 0
     progress(0)
@@ -157,77 +130,49 @@ def _run(work: Evaluation, engine: Engine, progress: Callable[[int], None]) -> R
     return Run(engine.generate(work.prompts, list(work.params), on_finish), engine.statistics)
 
 
-def _draft(work: Evaluation, build: BuildEngine, progress: Progress) -> Drafted:
-    engine = build(work.num_draft_tokens, work.batch_size)
-    run = _run(work, engine, partial(progress, work.method))
-    best_k_by_batch_size = engine.best_num_draft_tokens()
-    lossless = None
-    if work.synthetic:
-        lossless = unchecked_synthetic([_generation(output) for output in run.outputs])
-    elif work.temperature > 0:
-        lossless = _check_law(work, engine, run)
-    del engine
-    single = _calibrate(work, build) if work.num_draft_tokens > 1 and run.statistics.num_drafts else None
-    return Drafted(run, best_k_by_batch_size, single, lossless)
-
-
-def _warm_up(work: Evaluation, engine: Engine) -> None:
-    few = min(len(work.prompts), work.batch_size)
-    params = [replace(p, max_tokens=min(p.max_tokens, WARMUP_TOKENS)) for p in work.params[:few]]
-    engine.generate(work.prompts[:few], params)
-    engine.pool.forget()  # or the measured run would find these prompts computed
-    engine.proposer.forget()
-    engine.statistics = EngineStatistics()
-
-
-def _calibrate(work: Evaluation, build: BuildEngine) -> EngineStatistics:
-    """A short run at one draft token: the other end of the cost line."""
-    few = min(len(work.prompts), work.batch_size)
-    short = [replace(p, max_tokens=min(p.max_tokens, CALIBRATION_TOKENS)) for p in work.params[:few]]
-    part = replace(work, prompts=work.prompts[:few], params=short)
-    return _run(part, build(1, work.batch_size), lambda finished: None).statistics
-
-
-def _check_law(work: Evaluation, engine: Engine, drafted: Run) -> Losslessness:
+def check_law(work: Evaluation, engine: Engine, drafted: Run) -> Losslessness:
+    """The verdict above temperature 0; `engine`, idle, is asked for the target's law."""
     generator = torch.Generator().manual_seed(work.seed)
     laws = partial(score_probs, engine, work.params[0])
     return check_sampled([_generation(o) for o in drafted.outputs], laws, generator, work.law_by_position)
 
 
-def _check_equal(
-    work: Evaluation, build: BuildEngine, engine: Engine, plain: Run, drafted: Run, progress: Progress
-) -> tuple[Losslessness, Engine]:
-    """The verdict, and the engine that serves the target after it."""
+def check_equal(work: Evaluation, engine: Engine, plain: Run, drafted: Run, differences: int | None) -> Losslessness:
+    """The verdict at temperature 0; `engine`, idle, is asked for the margin where two texts part.
+
+    `differences` as in `check_greedy`: what `plain_differences` found, None where it was not asked.
+    """
     first, second = ([_generation(o) for o in run.outputs] for run in (plain, drafted))
-    differences = None
-    verdict = check_greedy(first, second, partial(score_logits, engine, work.params[0]), work.dtype, differences)
-    if work.dtype in (torch.float32, torch.float64) or not verdict.divergences:
-        return verdict, engine
-    del engine
-    # low precision rounds by the shape of the batch; what plain decoding shows against itself is the measure, with as
-    # many rows a step as verification has: every prompt k + 1 times
+    return check_greedy(first, second, partial(score_logits, engine, work.params[0]), work.dtype, differences)
+
+
+def needs_plain_differences(work: Evaluation, verdict: Losslessness) -> bool:
+    """Whether greedy texts part where low precision may part them, since it rounds by the shape of the batch.
+
+    What plain decoding shows against itself at as many rows a step as verification has is then the measure.
+    """
+    return work.dtype not in (torch.float32, torch.float64) and bool(verdict.divergences)
+
+
+def as_verified(work: Evaluation) -> Evaluation:
+    """The same work for plain decoding of as many rows a step as verification has: every prompt k + 1 times."""
     copies = work.num_draft_tokens + 1
-    repeated = replace(
+    return replace(
         work,
         prompts=[prompt for prompt in work.prompts for _ in range(copies)],
         params=[params for params in work.params for _ in range(copies)],
         batch_size=work.batch_size * copies,
     )
-    engine = build(0, repeated.batch_size)
-    phase = f"plain decoding, batch {repeated.batch_size}"
-    other = _run(repeated, engine, lambda finished: progress(phase, finished // copies))
-    differences = count_differences(first, [_generation(o) for o in other.outputs[::copies]])
-    scores = partial(score_logits, engine, work.params[0])
-    return check_greedy(first, second, scores, work.dtype, differences), engine
 
 
-def _generation(output: RequestOutput) -> Generation:
-    return Generation(
-        output.prompt_token_ids, output.token_ids, output.block_lengths, output.finish_reason is FinishReason.ERROR
-    )
+def plain_differences(work: Evaluation, plain: Run, other: Run) -> int:
+    """Prompts on which plain decoding says something else when it decodes them `as_verified`."""
+    copies = work.num_draft_tokens + 1
+    return count_differences(*([_generation(o) for o in part] for part in (plain.outputs, other.outputs[::copies])))
 
 
-def _result(work: Evaluation, plain: Sequence[Run], drafted: Drafted, lossless: Losslessness) -> MethodResult:
+def result_of(work: Evaluation, plain: Sequence[Run], drafted: Drafted, lossless: Losslessness) -> MethodResult:
+    """The figures of a drafting run beside plain ones."""
     run, counts = drafted.run, drafted.run.statistics
     rates = [run.tokens_per_second for run in plain]
     baseline = sum(rates) / len(rates)
@@ -268,4 +213,75 @@ def _result(work: Evaluation, plain: Sequence[Run], drafted: Drafted, lossless: 
         best_k_by_batch_size=drafted.best_k_by_batch_size or None,
         noise_floor=noise_floor(rates),
         lossless=lossless,
+    )
+
+
+def best_num_draft_tokens(acceptance_by_position: Sequence[float], costs: Costs) -> tuple[int, list[float]]:
+    """The k of the highest predicted speed-up (0: none exceeds 1) and the predictions for k = 1, 2, ...
+
+    A step of k drafts yields 1 + p_1 + ... + p_k tokens, with p the unconditional acceptance by position.
+    """
+    predicted, tokens = [], 1.0
+    for rate, cost in zip(acceptance_by_position, costs.drafting, strict=True):
+        tokens += rate
+        predicted.append(tokens * costs.decode / cost)
+    best = max(range(len(predicted)), key=predicted.__getitem__) + 1
+    return (best if predicted[best - 1] > 1 else 0), predicted
+
+
+def step_costs(drafted: EngineStatistics, single: EngineStatistics | None, decode_ms: float, k: int) -> Costs:
+    """Cost of a step for 1..k drafts: a straight line between the measured ends, k and 1 drafts.
+
+    Without a measurement at 1, proposing grows from nothing and verifying from a plain step.
+    """
+    draft_k, verify_k = drafted.draft_ms, drafted.verify_ms
+    assert draft_k is not None and verify_k is not None
+    if single is None or single.draft_ms is None or single.verify_ms is None:
+        totals = [draft_k * i / k + decode_ms + (verify_k - decode_ms) * i / k for i in range(1, k + 1)]
+    else:
+        first, last = single.draft_ms + single.verify_ms, draft_k + verify_k
+        totals = [first + (last - first) * i / max(k - 1, 1) for i in range(k)]
+    return Costs(totals, decode_ms)
+
+
+def noise_floor(tokens_per_second: Sequence[float]) -> float:
+    """(fastest - slowest) / mean of repeated runs."""
+    mean = sum(tokens_per_second) / len(tokens_per_second)
+    return (max(tokens_per_second) - min(tokens_per_second)) / mean if mean else 0.0
+
+
+def _draft(work: Evaluation, build: BuildEngine, progress: Progress) -> Drafted:
+    engine = build(work.num_draft_tokens, work.batch_size)
+    run = decode(work, engine, partial(progress, work.method))
+    best_k_by_batch_size = engine.best_num_draft_tokens()
+    lossless = None
+    if work.synthetic:
+        lossless = unchecked_synthetic([_generation(output) for output in run.outputs])
+    elif work.temperature > 0:
+        lossless = check_law(work, engine, run)
+    del engine
+    single = _calibrate(work, build) if work.num_draft_tokens > 1 and run.statistics.num_drafts else None
+    return Drafted(run, best_k_by_batch_size, single, lossless)
+
+
+def _warm_up(work: Evaluation, engine: Engine) -> None:
+    few = min(len(work.prompts), work.batch_size)
+    params = [replace(p, max_tokens=min(p.max_tokens, WARMUP_TOKENS)) for p in work.params[:few]]
+    engine.generate(work.prompts[:few], params)
+    engine.pool.forget()  # or the measured run would find these prompts computed
+    engine.proposer.forget()
+    engine.statistics = EngineStatistics()
+
+
+def _calibrate(work: Evaluation, build: BuildEngine) -> EngineStatistics:
+    """A short run at one draft token: the other end of the cost line."""
+    few = min(len(work.prompts), work.batch_size)
+    short = [replace(p, max_tokens=min(p.max_tokens, CALIBRATION_TOKENS)) for p in work.params[:few]]
+    part = replace(work, prompts=work.prompts[:few], params=short)
+    return decode(part, build(1, work.batch_size), lambda finished: None).statistics
+
+
+def _generation(output: RequestOutput) -> Generation:
+    return Generation(
+        output.prompt_token_ids, output.token_ids, output.block_lengths, output.finish_reason is FinishReason.ERROR
     )

@@ -61,7 +61,7 @@ def assemble(
 
     `model` is what a head starts from whose config requires one.
     """
-    allowed = (*allowed_packages, *_own_packages(recipe))
+    allowed = (*allowed_packages, *own_packages(recipe))
     start = None if model is None else ModelFolder(model)
     config = head_config(recipe, target_facts(shards), allowed, start)
     _check_start(recipe, config, start, shards)
@@ -175,7 +175,7 @@ def first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[st
     return None
 
 
-def _own_packages(recipe: Recipe) -> tuple[str, ...]:
+def own_packages(recipe: Recipe) -> tuple[str, ...]:
     """A recipe is the user's own file, so the package it names for its head may be imported."""
     named = recipe.section("head").get("config")
     return (named.partition(":")[0].split(".")[0],) if isinstance(named, str) else ()

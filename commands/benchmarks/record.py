@@ -38,6 +38,7 @@ class Record:
     settings: Mapping[str, Any]
     path: Path | None = None  # written after each row, so that a run cut short keeps what had passed
     rows: list[dict[str, Any]] = field(default_factory=list)
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what belongs to the run and to no row
     refused: str | None = None
     begun: float = field(default_factory=time.perf_counter)
 
@@ -65,6 +66,7 @@ class Record:
             "settings": dict(self.settings),
             "seconds": round(time.perf_counter() - self.begun, 1),
             "refused": self.refused,
+            **self.facts,
             "results": self.rows,
         }
 

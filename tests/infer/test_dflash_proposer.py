@@ -147,3 +147,19 @@ def test_probabilistic_drafts_carry_the_law_of_their_slot(target, prompts, ahead
     for logits, temperature, law in laws:
         hot = temperature > 0
         torch.testing.assert_close(law[hot].exp(), (logits[hot] / temperature[hot, None, None]).softmax(-1))
+
+
+def test_a_cache_made_for_the_batch_has_room_for_its_blocks(target: Target) -> None:
+    """Every request drafts all it may up to its own end, though rows of a block reach beyond that."""
+    k, new = 3, 9
+    config = EngineConfig(num_draft_tokens=k, block_size=4, max_batch_size=4, max_length=3 + new)
+    proposer = DFlashProposer(head_of(target, block_size=16), target.tensors(), k)
+    engine = Engine(target, proposer, config)
+    params = SamplingParams(max_tokens=new, ignore_eos=True)
+    outputs = engine.generate([[5, 6, 7 + i] for i in range(4)], params)
+    counts = engine.statistics
+    assert all(len(output.token_ids) == new for output in outputs) and counts.num_preemptions == 0
+    again = DFlashProposer(proposer.head, target.tensors(), k)
+    roomy = Engine(target, again, dataclasses.replace(config, num_blocks=400))
+    roomy.generate([[5, 6, 7 + i] for i in range(4)], params)
+    assert counts.drafted_per_position == roomy.statistics.drafted_per_position
