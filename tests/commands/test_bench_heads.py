@@ -20,7 +20,7 @@ from spectrain.commands.benchmarks.heads.work import Load, Work
 from spectrain.commands.benchmarks.record import BenchError, Record
 from spectrain.commands.extract import extract
 from spectrain.commands.fit import Screen
-from spectrain.infer import runner
+from spectrain.infer import stages
 from spectrain.infer.evaluate import Evaluation, as_verified
 from spectrain.tests.infer.test_evaluate import accept_everything
 from spectrain.tests.loop import save_target, write_chats
@@ -156,11 +156,11 @@ def test_a_head_that_is_gone_is_not_replaced_in_silence(inputs, one_call, tmp_pa
 def test_what_drafting_changed_is_refused_and_the_rest_goes_on(inputs, one_call, tmp_path, capsys, monkeypatch) -> None:
     work = shutil.copytree(one_call, tmp_path / "work")
     before = files_of(work)
-    measure, verify = Bench.measure, runner.verify_drafts
+    measure, verify = Bench.measure, stages.verify_drafts
     with monkeypatch.context() as broken:
 
         def wrong_for_medusa(self: Bench, run: plans.Run, *rest: Any) -> Any:
-            broken.setattr(runner, "verify_drafts", accept_everything if run.head.label == "medusa" else verify)
+            broken.setattr(stages, "verify_drafts", accept_everything if run.head.label == "medusa" else verify)
             return measure(self, run, *rest)
 
         broken.setattr(Bench, "measure", wrong_for_medusa)
