@@ -26,6 +26,11 @@ class DropSettings:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"objective.{name} must lie between 0 and 1, found {getattr(self, name)}")
 
+    def kept(self, valid: Tensor, batch: TrainBatch) -> Tensor:
+        """Which of the rows `valid` [steps, batch * seq] bool train; the same shape."""
+        steps = valid.view(-1, *batch.token_ids.shape)
+        return drop_rows(steps, batch, self.retention, self.min_retention).flatten(1)
+
 
 def drop_rows(valid: Tensor, batch: TrainBatch, retention: float, min_retention: float) -> Tensor:
     """Which of the rows `valid` [steps, batch, seq] bool, nested themselves, are kept; the same shape.

@@ -21,7 +21,7 @@ from ...heads.pard import Pard, PardConfig
 from ...heads.target_tensors import TargetTensors
 from ..attention import ParallelAttend, choose_backend
 from ..batch import TrainBatch
-from ..conditional_drop import DropSettings, drop_rows
+from ..conditional_drop import DropSettings
 from ..draft_line import draft_line
 from ..losses import LossKind
 from .draft_model import DraftModelObjective, DraftModelSettings
@@ -58,8 +58,7 @@ class PardObjective(DraftModelObjective):
         whole = super().supervise(head, batch)
         if not head.training:
             return whole
-        valid = whole.valid.view(-1, *batch.token_ids.shape)
-        return whole.among(drop_rows(valid, batch, self.settings.retention, self.settings.min_retention).flatten(1))
+        return whole.among(self.settings.kept(whole.valid, batch))
 
     def unroll(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, per_step: Sequence[Tensor]) -> Tensor:
         assert isinstance(head, Pard)
