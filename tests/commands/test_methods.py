@@ -18,8 +18,7 @@ from spectrain.tests.commands.test_eval import one_line, run, write_head
 from spectrain.tests.commands.test_self_chat import tokenizer
 from spectrain.tests.infer.draft_steps import bound, drafted, step_of
 from spectrain.tests.models import rand_llama
-
-pytest.importorskip("arctic_inference")
+from spectrain.tests.suffix_package import NEEDS_SUFFIX
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +70,7 @@ def results_of(out: Path) -> list[dict]:
     return report.get("results", [report])
 
 
+@NEEDS_SUFFIX
 def test_methods_are_compared_in_one_run(model, head, prompts, mine, tmp_path, capsys) -> None:
     names = ["ngram", "none", "ngram_gpu", "suffix", f"{mine}:First", "eagle3", "suffix+eagle3"]
     arguments = ("--model", model, "--head", head, "--prompts", prompts, "--max-new-tokens", 16, "--batch-size", 2)
@@ -95,6 +95,7 @@ def test_methods_are_compared_in_one_run(model, head, prompts, mine, tmp_path, c
     assert "Side by side" in page and page.count(f"<h2>{names[-1]} on twice</h2>") == 1
 
 
+@NEEDS_SUFFIX
 def test_sampling_is_judged_by_its_law(model, head, prompts, tmp_path, capsys) -> None:
     arguments = ("--model", model, "--head", head, "--prompts", prompts, "--max-new-tokens", 32, "--ignore-eos")
     arguments += ("--temperature", 1, "--draft-sampling", "probabilistic", "--out", tmp_path / "r")
@@ -103,6 +104,7 @@ def test_sampling_is_judged_by_its_law(model, head, prompts, tmp_path, capsys) -
     assert all(r["lossless"]["mode"] == "sampled" and r["lossless"]["passed"] for r in results_of(tmp_path / "r"))
 
 
+@NEEDS_SUFFIX
 def test_a_suffix_cache_carries_over_to_the_next_run(model, prompts, tmp_path, capsys) -> None:
     lengths, sizes = [], []
     for number in range(2):
@@ -127,6 +129,7 @@ def test_a_suffix_cache_carries_over_to_the_next_run(model, prompts, tmp_path, c
     assert (tmp_path / "cache").stat().st_size == sizes[0], "two responses, as after the first run"
 
 
+@NEEDS_SUFFIX
 def test_what_a_warm_up_said_is_not_known_to_the_measured_run(model, prompts, tmp_path, capsys) -> None:
     """A prompt that is alone and never repeats: what the warm-up said must not be found by suffix decoding."""
     lonely = tmp_path / "lonely.jsonl"
@@ -156,7 +159,7 @@ def test_what_a_warm_up_said_is_not_known_to_the_measured_run(model, prompts, tm
         (["--method", "suffix", "--ngram-max", "2"], "--ngram-max is for ngram and ngram_gpu, found --method suffix"),
         (["--method", "ngram", "--suffix-cache", "x"], "--suffix-cache is for suffix, found --method ngram"),
         (["--method", "ngram", "--num-draft-tokens", "0"], "--num-draft-tokens must be at least 1"),
-        (["--method", "suffix", "--num-draft-tokens", "500"], "context of 96 tokens"),
+        pytest.param(["--method", "suffix", "--num-draft-tokens", "500"], "context of 96 tokens", marks=NEEDS_SUFFIX),
     ],
 )
 def test_what_is_not_there_is_one_line_and_nothing_else_runs(flags, expected, model, prompts, tmp_path, capsys) -> None:
@@ -210,6 +213,7 @@ class TestOptionsChangeDrafts:
         assert self.drafts(method, ngram_min=1, ngram_max=3) == [7, 5, 9]
         assert self.drafts(method, ngram_match="latest", **base) == [7, 5, 9]
 
+    @NEEDS_SUFFIX
     def test_suffix(self) -> None:
         usual = self.drafts("suffix")
         assert usual == [7, 5, 9]
@@ -232,6 +236,7 @@ def test_draft_tokens_by_method() -> None:
     assert draft_tokens("suffix", options._replace(suffix_max_depth=9), {}) == DraftTokens(9, 0)
 
 
+@NEEDS_SUFFIX
 def test_a_hybrids_head_makes_its_own_number_of_drafts(model, head) -> None:
     options = Options(model=str(model), prompts=[], head=head, method="suffix+eagle3")
     target = Target.load(model, dtype=torch.float32)

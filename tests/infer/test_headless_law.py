@@ -25,8 +25,8 @@ from spectrain.tests.infer.test_engine_law import (
     exact_law,
     model,
 )
+from spectrain.tests.suffix_package import NEEDS_SUFFIX, by_name
 
-pytest.importorskip("arctic_inference")
 SAMPLES = 2000
 RULE = NgramRule(min_n=1, max_n=2)
 LONG = [*PROMPT, 2, 0, *PROMPT]  # something to repeat
@@ -79,10 +79,18 @@ def law_p(target: Target, proposer, prompt: list[int], samples: int = SAMPLES, *
 QUICK = ("ngram_gpu", "suffix", "custom", "suffix and a law", "suffix+eagle3, reduced vocabulary")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PROPOSERS]
-)
+@pytest.mark.parametrize("name", by_name(QUICK))
 def test_joint_law_of_three_tokens(target, name, monkeypatch) -> None:
+    check_joint_law(target, name, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", by_name(name for name in PROPOSERS if name not in QUICK))
+def test_joint_law_of_three_tokens_of_the_others(target, name, monkeypatch) -> None:
+    check_joint_law(target, name, monkeypatch)
+
+
+def check_joint_law(target: Target, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hybrid, "PRIOR", 1e9)  # promises are believed, or the better source would soon be the only one
     proposer = PROPOSERS[name](target)
     chosen: list[int] = []
@@ -97,6 +105,7 @@ def test_joint_law_of_three_tokens(target, name, monkeypatch) -> None:
         assert 0.05 < sum(chosen) / len(chosen) < 0.95, "both kinds of drafts must meet in one batch"
 
 
+@NEEDS_SUFFIX
 @pytest.mark.slow
 def test_a_choice_that_looks_at_drawn_tokens_is_seen(target, monkeypatch) -> None:
     """Weighing all of a sampled chain, as is right for a greedy one, keeps the chains that drew certain tokens."""

@@ -18,8 +18,8 @@ from spectrain.infer.target import Target
 from spectrain.tests.fresh import fresh_proposer
 from spectrain.tests.infer.test_launch_ahead import Replays
 from spectrain.tests.models import rand_llama, succ_llama
+from spectrain.tests.suffix_package import NEEDS_SUFFIX, by_name
 
-pytest.importorskip("arctic_inference")
 K = 4
 CONFIG = EngineConfig(num_draft_tokens=K, num_blocks=300, block_size=4, max_batch_tokens=64, max_batch_size=8)
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -90,7 +90,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name,changes", CASES, ids=str)
+@pytest.mark.parametrize("name,changes", by_name(CASES), ids=str)
 def test_greedy_output_is_the_targets_own(target, plain, name, changes) -> None:
     engine, tokens = run(target, name, rounds=1, **changes)
     assert tokens == plain
@@ -119,7 +119,7 @@ def test_ngrams_on_the_device_run_launched_ahead_and_padded_as_when_recorded(tar
     assert engine.statistics.accepted_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["ngram", "suffix", "custom", "suffix+eagle3"])
+@pytest.mark.parametrize("name", by_name(["ngram", "suffix", "custom", "suffix+eagle3"]))
 def test_the_target_is_recorded_and_a_host_proposers_calls_are_not(target, plain, name) -> None:
     """Padded steps have as many rows as the drafts that wait need, not as many as there could be."""
     engine = Engine(target, METHODS[name](target, K), dataclasses.replace(CONFIG, max_batch_size=7))
@@ -135,7 +135,7 @@ def test_the_target_is_recorded_and_a_host_proposers_calls_are_not(target, plain
         assert min(widths - {1}) < K + 1
 
 
-@pytest.mark.parametrize("name", ["ngram", "ngram_gpu", "suffix"])
+@pytest.mark.parametrize("name", by_name(["ngram", "ngram_gpu", "suffix"]))
 @pytest.mark.parametrize("k", [1, 3])
 def test_the_first_drafted_token_is_verified_too(target, name, k) -> None:
     """A prompt of one repeated id drafts that id, which the target never says."""
@@ -146,7 +146,7 @@ def test_the_first_drafted_token_is_verified_too(target, name, k) -> None:
     assert output.token_ids == expected.token_ids and output.token_ids[0] != 7
 
 
-@pytest.mark.parametrize("name", ["ngram", "ngram, latest", "ngram_gpu", "suffix"])
+@pytest.mark.parametrize("name", by_name(["ngram", "ngram, latest", "ngram_gpu", "suffix"]))
 def test_nothing_to_repeat_is_plain_decoding(name) -> None:
     """Every token is new on the successor toy: no match, no draft, and figures that say so."""
     successor = Target.from_model(succ_llama())
@@ -158,7 +158,7 @@ def test_nothing_to_repeat_is_plain_decoding(name) -> None:
         assert engine.statistics.draft_acceptance_rate is None
 
 
-@pytest.mark.parametrize("name", ["ngram", "ngram_gpu", "suffix"])
+@pytest.mark.parametrize("name", by_name(["ngram", "ngram_gpu", "suffix"]))
 @pytest.mark.parametrize("end", [5, 9, 14])
 def test_an_end_inside_accepted_drafts_ends_the_text(name, end) -> None:
     """The cycle stands in the prompt, so that drafts run past the end token."""
@@ -172,7 +172,7 @@ def test_an_end_inside_accepted_drafts_ends_the_text(name, end) -> None:
         assert k == 1 or engine.statistics.accepted_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["ngram", "ngram_gpu", "suffix"])
+@pytest.mark.parametrize("name", by_name(["ngram", "ngram_gpu", "suffix"]))
 @pytest.mark.parametrize("max_length", [8, 9, 10, 13])
 def test_the_context_is_filled_and_never_passed(target, name, max_length) -> None:
     prompt = [7, 8, 7, 8, 7]
@@ -183,6 +183,7 @@ def test_the_context_is_filled_and_never_passed(target, name, max_length) -> Non
     assert output.token_ids == plain[0].token_ids[: max_length - len(prompt)]
 
 
+@NEEDS_SUFFIX
 def test_suffix_acceptance_grows_with_what_was_served(target) -> None:
     lengths = []
     engine = Engine(target, SuffixProposer(8), dataclasses.replace(CONFIG, num_draft_tokens=8))
@@ -198,6 +199,7 @@ def test_suffix_acceptance_grows_with_what_was_served(target) -> None:
     assert engine.statistics.tokens_per_step == pytest.approx(lengths[0]), "what was served was not forgotten"
 
 
+@NEEDS_SUFFIX
 def test_a_hybrid_drafts_at_least_as_well_as_either(target) -> None:
     suffix, hybrid = (run(target, name)[0].statistics for name in ("suffix", "suffix+eagle3"))
     engine = Engine(target, fresh_proposer("eagle3", target, K), CONFIG)
