@@ -27,9 +27,10 @@ from .target_tensors import TargetTensors
 if TYPE_CHECKING:
     from .model_folder import ModelFolder
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]
 """`attend(layer, q, k, v) -> out`: q [..., heads, head_dim], k and v [..., kv_heads, head_dim], RoPE already applied;
-out [..., heads, head_dim]. The caller decides what each row sees and where k and v are kept."""
+out [..., heads, head_dim]; v, and out with it, may be of another width than k. The caller decides what each row sees and
+where k and v are kept. A layer that has them adds `window=`, rows it sees, itself included, and `sinks=` [heads]."""
 
 
 class HeadError(ValueError):
@@ -91,6 +92,8 @@ class HeadConfig(ABC):
     """Whether training needs id L beside `layer_ids` (for soft labels or as the head's own input)."""
     requires_model: ClassVar[bool] = False
     """Whether a fresh head starts from layers of a model, which `fit --model` then names."""
+    accepts_model: ClassVar[bool] = False
+    """Whether it starts from layers of a model where `fit --model` names one, and from nothing where not."""
 
     target: TargetFacts
     layer_ids: tuple[int, ...]
@@ -159,6 +162,7 @@ class DraftRows(NamedTuple):
     token_embeds: Tensor  # [..., hidden]
     states: Tensor  # [..., hidden]; combined aux states at the first step, the head's own feedback afterwards
     positions: Tensor  # [...] int64; the position of the state, not of the token beside it
+    step: int = 0  # which draft of the row this call makes; heads whose steps are all alike do not look
 
 
 class DraftOutput(NamedTuple):
@@ -228,6 +232,21 @@ def check_mask_token(token_id: int | None, vocab_size: int) -> None:
         raise HeadError(
             f"head.mask_token_id must be one of the target's {vocab_size} rows, found {token_id}; choose one that no "
             f"text uses, or null"
+        )
+
+
+def check_plain_logits(target: TargetTensors, method: str) -> None:
+    """Raises HeadError unless the target's logits are a product with its output matrix and nothing more."""
+    shaped = {
+        "a bias in its output head": target.lm_head_bias is not None,
+        f"logits scaled by {target.logit_scale}": target.logit_scale != 1.0,
+        f"logits capped at {target.softcap}": target.softcap is not None,
+    }
+    found = [name for name, present in shaped.items() if present]
+    if found:
+        raise HeadError(
+            f"{method} drafts with the target's output matrix alone, but this target has {' and '.join(found)}; "
+            f"train eagle3, which has an output head of its own"
         )
 
 

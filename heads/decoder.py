@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -83,10 +83,23 @@ class DecoderConfig(HeadConfig):
         }
 
 
+class KeyShape(NamedTuple):
+    """What an attention layer keeps of a row."""
+
+    kv_heads: int
+    width_k: int
+    width_v: int
+
+
 class DecoderHead(DraftHead):
     """A head that runs decoder layers over token embeddings and states; each layer keeps keys and values."""
 
     config: DecoderConfig
+
+    def key_shapes(self) -> tuple[KeyShape, ...]:
+        """By the layer number that `attend` is called with."""
+        config = self.config
+        return (KeyShape(config.num_kv_heads, config.head_dim, config.head_dim),) * config.num_layers
 
     @property
     def dtype(self) -> torch.dtype:

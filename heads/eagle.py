@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import Attend, DraftOutput, DraftRows, HeadError, TargetFacts
+from .base import Attend, DraftOutput, DraftRows, HeadError, TargetFacts, check_plain_logits
 from .decoder import DecoderConfig, DecoderHead, DecoderLayer
 from .layers import Linear, RotaryEmbedding, initialise_
 from .target_tensors import TargetTensors
@@ -88,15 +88,5 @@ class EagleHead(DecoderHead):
         Raises HeadError for a target whose logits are more than a product with its output matrix, because that product
         is all that engines give this head.
         """
-        shaped = {
-            "a bias in its output head": target.lm_head_bias is not None,
-            f"logits scaled by {target.logit_scale}": target.logit_scale != 1.0,
-            f"logits capped at {target.softcap}": target.softcap is not None,
-        }
-        found = [name for name, present in shaped.items() if present]
-        if found:
-            raise HeadError(
-                f"EAGLE drafts with the target's output matrix alone, but this target has {' and '.join(found)}; "
-                f"train eagle3, which has an output head of its own"
-            )
+        check_plain_logits(target, "EAGLE")
         initialise_(self, generator)

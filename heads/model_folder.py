@@ -14,19 +14,18 @@ _PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 _PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
-class ModelFolder:
-    """The folder, or hub id, of a model. Raises HeadError where its config or its safetensors files cannot be read."""
+class Checkpoint:
+    """What lies in the folder, or under the hub id, of a model. Raises HeadError where it cannot be read."""
 
     def __init__(self, model: str | Path) -> None:
-        from transformers import AutoConfig
-
         self.path = _folder_of(model)
         self.name = self.path.name if Path(model).is_dir() else str(model)
         try:
-            self.config: Any = AutoConfig.from_pretrained(self.path, local_files_only=True).get_text_config()
-        except (OSError, ValueError) as error:
+            whole = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+            self.values: dict[str, Any] = whole.get("text_config") or whole
+            self.model_types: tuple[str, ...] = (whole["model_type"], self.values.get("model_type", ""))
+        except (OSError, ValueError, KeyError, AttributeError) as error:
             raise HeadError(f"no usable model config in {self.name}: {_line(error)}; check --model") from error
-        self.facts = TargetFacts.from_config(self.config)
         self._files = self._index()
         found = [prefix for prefix in _PREFIXES if any(name.startswith(f"{prefix}layers.0.") for name in self._files)]
         if not found:
@@ -51,6 +50,10 @@ class ModelFolder:
         start = f"{self.prefix}layers.{layer}."
         return {name.removeprefix(start) for name in self._files if name.startswith(start)}
 
+    def holds(self, part: str) -> bool:
+        """Whether a tensor has `part` in its name."""
+        return any(part in name for name in self._files)
+
     def tokenizer(self) -> Any:
         """The tokenizer beside the model; None where there is none."""
         from transformers import AutoTokenizer
@@ -74,6 +77,20 @@ class ModelFolder:
         if not files:
             raise HeadError(f"expected weights as safetensors in {self.name}, found none; convert the model first")
         return files
+
+
+class ModelFolder(Checkpoint):
+    """A checkpoint of a family that transformers knows the shape of. Raises HeadError for others."""
+
+    def __init__(self, model: str | Path) -> None:
+        from transformers import AutoConfig
+
+        super().__init__(model)
+        try:
+            self.config: Any = AutoConfig.from_pretrained(self.path, local_files_only=True).get_text_config()
+        except (OSError, ValueError) as error:
+            raise HeadError(f"no usable model config in {self.name}: {_line(error)}; check --model") from error
+        self.facts = TargetFacts.from_config(self.config)
 
 
 def check_same_tokens(ours: Any, theirs: Any, names: tuple[str, str]) -> None:

@@ -180,11 +180,17 @@ class PagedAttend:
         self._planes = [planes[name] for name in names]
         self._batch, self._window, self._causal = batch, window, causal
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [num_tokens, heads, head_dim], k and v [num_tokens, kv_heads, head_dim]; returns the shape of q."""
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int = 0, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q [num_tokens, heads, width_k], k and v [num_tokens, kv_heads, width]; returns [num_tokens, heads, width_v].
+
+        A layer's own `window` comes before that of all.
+        """
         return store_and_attend(
             *(self._planes[layer], self._batch, q, k, v),
             scale=q.shape[-1] ** -0.5,
-            window=self._window,
+            window=window or self._window,
+            sinks=sinks,
             causal=self._causal,
         )

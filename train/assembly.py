@@ -198,7 +198,7 @@ def head_config(
     names = [field.name for field in fields(config_class) if field.name not in ("target", "vocab_size")]
     given = {key: value for key, value in settings.items() if value is not None or key not in names}
     checked = check_fields(config_class, given, "head", names)
-    if model is None or not config_class.requires_model:
+    if model is None or not (config_class.requires_model or config_class.accepts_model):
         return config_class.derive(facts, checked)
     return config_class.derive_from(facts, checked, model)
 
@@ -211,7 +211,7 @@ def _check_start(recipe: Recipe, config: HeadConfig, model: ModelFolder | None, 
         )
     if model is None:
         return
-    if not config.requires_model:
+    if not (config.requires_model or config.accepts_model):
         raise HeadError(f"recipe {recipe.name} starts from no model, found --model {model.name}; leave it out")
     check_same_tokens(_tokenizer(shards.target_folder), model.tokenizer(), ("the target of the shards", model.name))
 

@@ -17,11 +17,7 @@ DraftSampling = Literal["greedy", "probabilistic"]
 
 def layer_planes(head: DecoderHead) -> tuple[PlaneSpec, ...]:
     """A plane for the keys and values of each layer of a head."""
-    config = head.config
-    return tuple(
-        PlaneSpec(f"draft.{i}", config.num_kv_heads, config.head_dim, config.head_dim, head.dtype)
-        for i in range(config.num_layers)
-    )
+    return tuple(PlaneSpec(f"draft.{i}", *shape, head.dtype) for i, shape in enumerate(head.key_shapes()))
 
 
 def drafts_within(step: DraftStep, num_positions: int, most: int) -> Tensor:

@@ -67,7 +67,7 @@ def unroll(
     kept = []
     for step, rows in enumerate(per_step):
         embeds = head.embed(alignment.input_tokens(batch, step), target).to(states.dtype)
-        output = head(DraftRows(embeds, states, batch.positions + step), attend)
+        output = head(DraftRows(embeds, states, batch.positions + step, step), attend)
         states = output.feedback
         kept.append(output.logits_states.flatten(0, 1)[rows])
     return torch.cat(kept)

@@ -1,0 +1,236 @@
+"""Multi-token prediction: the draft layers a model is published with, in its own tensor names, or fresh ones.
+
+Row t pairs the target's state at t, its final norm applied, with the token at t + 1, row 0 included. What a layer
+returns, normed, gives the draft's logits and is the next draft's state. Of several layers, layer k % n makes draft k.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from .base import Attend, DraftOutput, DraftRows, HeadError, TargetFacts, check_plain_logits
+from .decoder import DecoderConfig, DecoderHead, KeyShape
+from .model_folder import Checkpoint
+from .mtp_block import (
+    AttentionCall,
+    Rotary,
+    block_config,
+    library_class,
+    norm_eps,
+    number_attention,
+    on_nothing,
+    run_block,
+)
+from .mtp_layouts import FRESH, LAYOUTS, MtpLayout, layout_of
+from .mtp_names import Names
+from .target_tensors import TargetTensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig(DecoderConfig):
+    """Which family's layers, how many, and the config of the target they are built from.
+
+    The shape fields describe a fresh layer; those of a family follow its `block`.
+    """
+
+    network = "spectrain.heads.mtp:MtpHead"
+    objective = "spectrain.train.objectives.mtp:MtpObjective"
+    proposer = "spectrain.infer.proposers.mtp:MtpProposer"
+    requires_final_state = True
+    accepts_model = True
+
+    layout: str
+    prefix: str  # what stands before `layers.` in the checkpoint
+    fused_experts: bool  # whether the checkpoint holds the experts of a layer in one tensor
+    block: dict[str, Any] | None  # the target's config.json, its text part; None for a fresh layer
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layout not in LAYOUTS:
+            raise HeadError(f"head.layout must be one of {', '.join(LAYOUTS)}, found {self.layout!r}")
+        if self.layer_ids != (self.target.num_layers,):
+            raise HeadError(
+                f"MTP is conditioned on the state after the target's last layer, id {self.target.num_layers}, found "
+                f"head.layer_ids {list(self.layer_ids)}; set it to null"
+            )
+        if self.draft_vocab_size != self.vocab_size:
+            raise HeadError(
+                f"MTP drafts over all {self.vocab_size} tokens, found head.draft_vocab_size {self.draft_vocab_size}; "
+                f"set it to null"
+            )
+
+    @classmethod
+    def implied(cls, target: TargetFacts) -> dict[str, Any]:
+        fresh = {"layout": FRESH, "prefix": "model.", "fused_experts": False, "block": None}
+        return {**super().implied(target), "layer_ids": (target.num_layers,), **fresh}
+
+    @classmethod
+    def derive_from(cls, target: TargetFacts, settings: Mapping[str, Any], model: Checkpoint) -> Self:
+        """The layers a checkpoint holds; raises HeadError where it holds none, or is of a family we do not know."""
+        name = layout_of(model.model_types)
+        if name is None:
+            raise HeadError(
+                f"no MTP layers are known for models of type {model.model_types[0]!r} ({model.name}); leave --model "
+                f"out to train a fresh one"
+            )
+        layout = LAYOUTS[name]
+        count = int(model.values.get(layout.count_key) or 0)
+        if not count:
+            raise HeadError(
+                f"{model.name} has no MTP layers: {layout.count_key} is {count} in its config.json; leave --model out "
+                f"to train a fresh one"
+            )
+        found = {
+            "layout": name,
+            "prefix": model.prefix,
+            "num_layers": 1 if layout.first_only else count,
+            "fused_experts": model.holds(".experts.gate_up_proj"),
+            "block": dict(model.values),
+        }
+        return cls.derive(target, {**found, **settings})
+
+    def serving_config(self) -> dict[str, Any]:
+        """The target's own config, as an engine that reads its MTP layers wants it.
+
+        No engine reads a fresh layer, so it goes by a name that none knows.
+        """
+        if self.block is not None:
+            return dict(self.block)
+        return {
+            "architectures": ["SpectrainLlamaMTP"],
+            "model_type": "llama",
+            **super().serving_config(),
+            "num_hidden_layers": self.target.num_layers,
+            "num_nextn_predict_layers": self.num_layers,
+        }
+
+    def block_values(self) -> dict[str, Any]:
+        """The config that the library builds a block from."""
+        return self.serving_config() if self.block is None else self.block
+
+
+class MtpLayer(nn.Module):
+    """Two halves, a projection, the family's decoder layer, a norm; and an output matrix where the family has one."""
+
+    def __init__(self, layout: MtpLayout, config: Any, hidden: int, vocab: int, layer: int) -> None:
+        super().__init__()
+        norm, eps = library_class(layout, "RMSNorm"), norm_eps(config)
+        self.hidden_first = layout.hidden_first
+        self.embedding_norm, self.hidden_norm, self.final_norm = (on_nothing(norm, hidden, eps=eps) for _ in range(3))
+        self.projection = on_nothing(nn.Linear, 2 * hidden, hidden, bias=False)
+        block, per_layer = library_class(layout, "DecoderLayer"), len(layout.blocks)
+        self.blocks = nn.ModuleList(on_nothing(block, config, layer * per_layer + b) for b in range(per_layer))
+        if layout.head is not None:
+            self.head = on_nothing(nn.Linear, hidden, vocab, bias=False)
+
+    def halves(self, embeds: Tensor, states: Tensor) -> Tensor:
+        """What goes into the first block [..., hidden]."""
+        halves = [self.embedding_norm(embeds), self.hidden_norm(states)]
+        return self.projection(torch.cat(halves[::-1] if self.hidden_first else halves, dim=-1))
+
+
+class MtpHead(DecoderHead):
+    """The layers of one family; `state_dict` and a load speak the checkpoint's names."""
+
+    config: MtpConfig
+
+    def __init__(self, config: MtpConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layout = layout = LAYOUTS[config.layout]
+        hidden, count = config.hidden_size, config.num_layers
+        built = block_config(layout, config.block_values(), count * len(layout.blocks))
+        self.layers = nn.ModuleList(MtpLayer(layout, built, hidden, config.vocab_size, i) for i in range(count))
+        for name in ("embedding_norm", "hidden_norm", "projection", "final_norm"):
+            if "{" not in getattr(layout, name).replace("{model}", ""):  # one for all layers
+                for layer in self.layers[1:]:
+                    setattr(layer, name, getattr(self.layers[0], name))
+        self._rotary = Rotary(layout, built)
+        self._call = AttentionCall()
+        blocks = [block for layer in self.layers for block in layer.blocks]
+        self._key_shapes = tuple(number_attention(blocks, hidden, self._rotary, self._call))
+        self.names = Names(layout, config.prefix, config.target.num_layers, config.fused_experts)
+        self.register_state_dict_post_hook(_to_checkpoint)
+        self.register_load_state_dict_pre_hook(_from_checkpoint)
+        if layout.raw_states:  # the norm is the target's own
+            self.layers[0].final_norm.requires_grad_(False)
+
+    def key_shapes(self) -> tuple[KeyShape, ...]:
+        return self._key_shapes
+
+    def forward(self, rows: DraftRows, attend: Attend) -> DraftOutput:
+        """One step over rows [num_tokens] or [batch, seq], of the layer whose turn it is."""
+        which = rows.step % len(self.layers)
+        layer = self.layers[which]
+        x, positions = layer.halves(rows.token_embeds, rows.states), rows.positions
+        flat = x.dim() == 2
+        if flat:
+            x, positions = x[None], positions[None]
+        self._call.attend, self._call.flat = attend, flat
+        try:
+            for b, block in enumerate(layer.blocks, start=which * len(layer.blocks)):
+                x = run_block(block, x, self._rotary(x, positions, b), positions)
+        finally:
+            self._call.attend = None
+        x = x[0] if flat else x
+        normed = layer.final_norm(x)
+        return DraftOutput(normed, x if self.layout.raw_states else normed)
+
+    def combine(self, aux_states: Tensor, target: TargetTensors) -> Tensor:
+        states = aux_states[..., 0, :]
+        return states if self.layout.raw_states else target.norm(states)
+
+    def output_weight(self, target: TargetTensors) -> Tensor:
+        return target.lm_head
+
+    def initialise(self, target: TargetTensors, generator: torch.Generator) -> None:
+        """Random weights, norms that change nothing; the last norm is the target's where it has one of that kind.
+
+        Raises HeadError for a target whose logits are more than a product with its output matrix.
+        """
+        check_plain_logits(target, "MTP")
+        with torch.no_grad():
+            for name, tensor in {**dict(self.named_parameters()), **dict(self.named_buffers())}.items():
+                if tensor.dim() >= 2:
+                    std = min(0.02, tensor.shape[-1] ** -0.5)
+                    tensor.copy_(torch.randn(tensor.shape, generator=generator) * std)
+                else:
+                    tensor.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            if self.config.layout == FRESH and target.norm.kind == "rms" and target.norm.weight is not None:
+                for layer in self.layers:
+                    layer.final_norm.weight.copy_(target.norm.weight)
+
+    def start_from(self, model: Checkpoint) -> None:
+        """Takes the layers of a checkpoint; raises HeadError naming the first tensor that is not there or not plain."""
+        wanted = self.state_dict()
+        missing = next((name for name in wanted if name not in model), None)
+        if missing is not None:
+            raise HeadError(
+                f"{model.name} must hold {missing} of its MTP layers, found none: commonly a quantiser dropped them; "
+                f"give the original checkpoint"
+            )
+        tensors = {}
+        for name, like in wanted.items():
+            tensor = model.tensor(name)
+            if tensor.shape != like.shape or not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+                raise HeadError(
+                    f"{name} of {model.name} must be plain numbers of shape {list(like.shape)}, found {tensor.dtype} "
+                    f"of {list(tensor.shape)}; give a checkpoint that is not quantised"
+                )
+            tensors[name] = tensor
+        self.load_state_dict(tensors, strict=True)
+
+
+def _to_checkpoint(head: MtpHead, tensors: dict[str, Tensor], prefix: str, _metadata: Any) -> None:
+    ours = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+    tensors |= {prefix + name: tensor for name, tensor in head.names.to_checkpoint(ours).items()}
+
+
+def _from_checkpoint(head: MtpHead, tensors: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    theirs = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+    expected = {**dict(head.named_parameters(remove_duplicate=False)), **dict(head.named_buffers())}
+    ours, left = head.names.from_checkpoint(theirs, expected)
+    tensors |= {prefix + name: tensor for name, tensor in {**left, **ours}.items()}

@@ -1,0 +1,167 @@
+"""The decoder layer of an MTP layer: the class transformers builds the target with, its attention handed to us.
+
+The library's own code computes everything but attention, which goes through its attention interface to the caller's
+`attend`. Parameters are created as NaN, without a draw from any generator.
+"""
+
+import copy
+import importlib
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .base import Attend, HeadError
+from .decoder import KeyShape
+from .mtp_layouts import MtpLayout
+
+ATTENTION = "spectrain_mtp"
+CALL = "spectrain_mtp_call"
+NUMBER = "spectrain_mtp_number"
+
+
+@dataclass
+class AttentionCall:
+    """What the attention modules of one head share: the caller's `attend` while a forward runs."""
+
+    attend: Attend | None = None
+    flat: bool = False  # rows come as [num_tokens], which the library sees as a batch of one
+
+
+def library_class(layout: MtpLayout, kind: str) -> Any:
+    """A class of the family in transformers: its Config, DecoderLayer, RMSNorm or RotaryEmbedding.
+
+    Raises HeadError where the installed version has none.
+    """
+    name, prefix = layout.library.split(":")
+    file = "configuration" if kind == "Config" else "modeling"
+    try:
+        module = importlib.import_module(f"transformers.models.{name}.{file}_{name}")
+    except ImportError as error:
+        raise HeadError(f"MTP layers like {name}'s need a transformers that has {name}; upgrade it") from error
+    found = getattr(module, f"{prefix}Text{kind}", None) or getattr(module, f"{prefix}{kind}", None)
+    if found is None:
+        raise HeadError(f"MTP layers like {name}'s need transformers' {prefix}{kind}, found none; upgrade transformers")
+    return found
+
+
+def block_config(layout: MtpLayout, values: Mapping[str, Any], num_layers: int) -> Any:
+    """The library's config for blocks 0, 1, ... of `num_layers` MTP layers, from a target's `config.json`."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _attention_forward)
+    config = library_class(layout, "Config").from_dict(copy.deepcopy(dict(values)))
+    for key, value in layout.set.items():
+        if hasattr(config, key):
+            setattr(config, key, value * num_layers if isinstance(value, list) else value)
+    config._attn_implementation = ATTENTION
+    config._experts_implementation = "grouped_mm"
+    return config
+
+
+def norm_eps(config: Any) -> float:
+    """What keeps a family's norms from dividing by zero."""
+    return getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
+
+
+def on_nothing(cls: Any, *args: Any, **kwargs: Any) -> nn.Module:
+    """A module whose parameters and buffers are NaN, built without initialising any."""
+    with torch.device("meta"):
+        module = cls(*args, **kwargs)
+    held = module.state_dict().keys()
+    lost = [name for name, _ in module.named_buffers() if name not in held]
+    if lost:
+        raise HeadError(f"{cls.__name__} holds {lost[0]} outside its checkpoint, which an MTP layer cannot; report it")
+    module.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_floating_point():
+                tensor.fill_(math.nan)
+    return module
+
+
+class Rotary:
+    """The family's rotary embedding, kept out of the head's modules: its frequencies stay float32."""
+
+    def __init__(self, layout: MtpLayout, config: Any) -> None:
+        self._module = library_class(layout, "RotaryEmbedding")(config)
+        by_type = "layer_type" in inspect.signature(self._module.forward).parameters
+        self._types: list[str] | None = config.layer_types if by_type else None
+
+    def __call__(self, x: Tensor, positions: Tensor, block: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of a block for x [batch, seq, hidden] at positions [batch, seq], in x's dtype."""
+        if next(self._module.buffers()).device != x.device:
+            self._module.to(x.device)
+        return self._module(x, positions, **({} if self._types is None else {"layer_type": self._types[block]}))
+
+
+def number_attention(blocks: Sequence[nn.Module], hidden: int, rotary: Rotary, call: AttentionCall) -> list[KeyShape]:
+    """Gives every attention module its number and the head's `call`; returns what each keeps of a row."""
+    shapes: list[KeyShape] = []
+    for index, block in enumerate(blocks):
+        modules = [m for m in block.modules() if type(m).__name__.endswith(("Attention", "MLA"))]
+        if not modules:
+            continue
+        if len(modules) > 1:
+            raise HeadError(f"{type(block).__name__} attends {len(modules)} times, an MTP layer does once; report it")
+        setattr(modules[0], CALL, call)
+        setattr(modules[0], NUMBER, len(shapes))
+        x, positions = torch.zeros(1, 1, hidden), torch.zeros(1, 1, dtype=torch.int64)
+        shapes.append(_probe(block, x, rotary(x, positions, index), positions, call))
+    return shapes
+
+
+class _Seen(Exception):
+    """Carries what attention was called with out of a block whose rest need not run."""
+
+
+def _probe(block: nn.Module, x: Tensor, rotation: Any, positions: Tensor, call: AttentionCall) -> KeyShape:
+    def see(number: int, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        raise _Seen(KeyShape(k.shape[-2], k.shape[-1], v.shape[-1]))
+
+    call.attend, call.flat = see, True
+    try:
+        run_block(block, x, rotation, positions)
+    except _Seen as seen:
+        return seen.args[0]
+    finally:
+        call.attend = None
+    raise HeadError(f"the attention of {type(block).__name__} does not go through transformers' interface; report it")
+
+
+def run_block(block: nn.Module, x: Tensor, rotation: Any, positions: Tensor) -> Tensor:
+    """The library's decoder layer on x [batch, seq, hidden], given cos and sin."""
+    out = block(x, attention_mask=None, position_embeddings=rotation, position_ids=positions)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **passive: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: query [batch, heads, seq, dim] and so on; returns [batch, seq, heads, dim]."""
+    call: AttentionCall = getattr(module, CALL)
+    assert call.attend is not None and attention_mask is None
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    plain = q.shape[-1] ** -0.5
+    if scaling is not None and scaling != plain:
+        q = q * (scaling / plain)  # `attend` divides by the root of the width
+    if call.flat:
+        q, k, v = q[0], k[0], v[0]
+    extras = {} if sliding_window is None else {"window": sliding_window}
+    if s_aux is not None:
+        extras["sinks"] = s_aux
+    out = call.attend(getattr(module, NUMBER), q, k, v, **extras)
+    return (out[None] if call.flat else out), None

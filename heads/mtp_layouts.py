@@ -1,0 +1,120 @@
+"""Where multi-token-prediction layers are in a checkpoint and what they are made of, family by family.
+
+An MTP layer takes the token after a row and the state of that row, each normed, side by side through a projection; runs
+a decoder layer of its target's own kind; norms the result and reads it through the output head. A row of the table
+says only what differs: names, the order of the halves, which state goes in. The decoder layer itself is the class that
+transformers builds the target with.
+
+Names are patterns of a module's name: `{i}` is the MTP layer, `{n}` counts on from the target's layers, `{model}` is
+what stands before `layers.` in the checkpoint.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpLayout:
+    """One family's MTP layers."""
+
+    model_types: tuple[str, ...]
+    library: str  # `module:Prefix` of the classes in transformers.models
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    final_norm: str
+    blocks: tuple[str, ...]  # of the decoder layer; several where one MTP layer is made of several
+    head: str | None = None  # an output matrix of its own; None: the target's
+    count_key: str = "num_nextn_predict_layers"  # of the config: how many layers there are
+    first_only: bool = False  # later layers are never used; else layer k % n makes draft k
+    hidden_first: bool = False  # the projection reads [hidden ; embedding]
+    raw_states: bool = False  # states go in, and are fed back, as they are before the final norm
+    renames: tuple[tuple[str, str], ...] = ()  # in a block: what the checkpoint says, what the class does
+    set: Mapping[str, Any] = field(default_factory=dict)  # of the config, for the block; lists are one entry a block
+    refused: str | None = None  # why the engine cannot run it
+
+
+_DEEPSEEK_LAYER = "{model}layers.{n}"
+_DEEPSEEK: dict[str, Any] = {
+    "embedding_norm": f"{_DEEPSEEK_LAYER}.enorm",
+    "hidden_norm": f"{_DEEPSEEK_LAYER}.hnorm",
+    "projection": f"{_DEEPSEEK_LAYER}.eh_proj",
+    "final_norm": f"{_DEEPSEEK_LAYER}.shared_head.norm",
+    "blocks": (_DEEPSEEK_LAYER,),
+}
+_QWEN: dict[str, Any] = {
+    "embedding_norm": "mtp.pre_fc_norm_embedding",
+    "hidden_norm": "mtp.pre_fc_norm_hidden",
+    "projection": "mtp.fc",
+    "final_norm": "mtp.norm",
+    "blocks": ("mtp.layers.{i}",),
+    "set": {"layer_types": ["full_attention"]},
+}
+_SPARSE = {"first_k_dense_replace": 0, "mlp_layer_types": ["sparse"]}
+
+FRESH = "llama"
+"""The layout of layers that are trained from nothing, for a target that has none of its own."""
+
+LAYOUTS: dict[str, MtpLayout] = {
+    FRESH: MtpLayout(model_types=(), library="llama:Llama", **_DEEPSEEK),
+    "deepseek_v3": MtpLayout(model_types=("deepseek_v3",), library="deepseek_v3:DeepseekV3", set=_SPARSE, **_DEEPSEEK),
+    "glm4_moe": MtpLayout(model_types=("glm4_moe",), library="glm4_moe:Glm4Moe", set=_SPARSE, **_DEEPSEEK),
+    "glm4_moe_lite": MtpLayout(
+        model_types=("glm4_moe_lite",), library="glm4_moe_lite:Glm4MoeLite", set=_SPARSE, **_DEEPSEEK
+    ),
+    "glm_ocr": MtpLayout(model_types=("glm_ocr", "glm_ocr_text"), library="glm_ocr:GlmOcr", **_DEEPSEEK),
+    "mimo": MtpLayout(
+        model_types=("mimo",),
+        library="qwen2:Qwen2",
+        embedding_norm="model.mtp_layers.{i}.token_layernorm",
+        hidden_norm="model.mtp_layers.{i}.hidden_layernorm",
+        projection="model.mtp_layers.{i}.input_proj",
+        final_norm="model.mtp_layers.{i}.final_layernorm",
+        blocks=("model.mtp_layers.{i}",),
+        hidden_first=True,
+        set={"layer_types": ["full_attention"]},
+    ),
+    "mimo_v2": MtpLayout(
+        model_types=("mimo_v2_flash", "mimo_v2"),
+        library="mimo_v2_flash:MiMoV2Flash",
+        embedding_norm="model.mtp.layers.{i}.enorm",
+        hidden_norm="model.mtp.layers.{i}.hnorm",
+        projection="model.mtp.layers.{i}.eh_proj",
+        final_norm="model.mtp.layers.{i}.final_layernorm",
+        blocks=("model.mtp.layers.{i}",),
+        first_only=True,
+        renames=(("pre_mlp_layernorm.", "post_attention_layernorm."), ("attention_sink_bias", "sinks")),
+        set={"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
+    ),
+    "qwen3_next": MtpLayout(model_types=("qwen3_next",), library="qwen3_next:Qwen3Next", **_QWEN),
+    "qwen3_5": MtpLayout(
+        model_types=("qwen3_5", "qwen3_5_text"),
+        library="qwen3_5:Qwen3_5",
+        count_key="mtp_num_hidden_layers",
+        **_QWEN,
+    ),
+    "qwen3_5_moe": MtpLayout(
+        model_types=("qwen3_5_moe", "qwen3_5_moe_text", "intern_s2", "interns2"),
+        library="qwen3_5_moe:Qwen3_5Moe",
+        count_key="mtp_num_hidden_layers",
+        **_QWEN,
+    ),
+    "ernie4_5_moe": MtpLayout(
+        model_types=("ernie4_5_moe",),
+        library="ernie4_5_moe:Ernie4_5_Moe",
+        embedding_norm="model.mtp_emb_norm.{i}",
+        hidden_norm="model.mtp_hidden_norm.{i}",
+        projection="model.mtp_linear_proj.{i}",
+        final_norm="model.norm",
+        blocks=("model.mtp_block.{i}",),
+        raw_states=True,
+        # its MTP layer is dense: no layer lies in the range of those with experts
+        set={"moe_layer_start_index": 1 << 20, "moe_layer_end_index": 1 << 20},
+    ),
+}
+
+
+def layout_of(model_types: Sequence[str]) -> str | None:
+    """The name of the layout that serves one of these model types; None where no family with MTP layers is among them."""
+    return next((n for m in model_types for n, layout in LAYOUTS.items() if m in layout.model_types), None)

@@ -1,0 +1,37 @@
+"""Fine-tuning of multi-token-prediction layers: each is fed the one before it, hard labels by default.
+
+As EAGLE-3's training-time test, with weights that add up to one:
+
+    L = sum_k w_k * (sum over valid rows of loss(t,k)) / denominators[k],   w_k = decay^k / sum_j decay^j
+
+decay 0.6 and three steps give 0.51, 0.31 and 0.18.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...heads.mtp import MtpConfig
+from ..losses import LossKind
+from .eagle3 import Eagle3Objective, Eagle3Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpSettings(Eagle3Settings):
+    """A recipe's `objective` section."""
+
+    loss: LossKind = "ce"
+    steps: int = 3
+    step_decay: float = 0.6
+
+
+class MtpObjective(Eagle3Objective):
+    """A mean a step, later ones worth less, all together one."""
+
+    def __init__(self, config: MtpConfig, settings: MtpSettings) -> None:
+        self.config, self.settings = config, settings
+
+    def term_weights(self, denominators: Tensor) -> Tensor:
+        decay = self.settings.step_decay ** torch.arange(self.num_terms, device=denominators.device)
+        return decay / decay.sum() / denominators
