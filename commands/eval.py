@@ -10,8 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from .acceptance import acceptance_rates
-from .heads import load_model, load_trained
-from .methods import PLAIN, DraftTokens, draft_tokens, methods_of, model_method, needs_head, uses_suffix
+from .heads import load_model, load_targets_own, load_trained
+from .methods import (
+    PLAIN,
+    WITH_SUFFIX,
+    DraftTokens,
+    draft_tokens,
+    head_method,
+    methods_of,
+    model_method,
+    needs_head,
+    uses_suffix,
+)
 from .options import (
     AcceptanceLength,
     AcceptanceRates,
@@ -109,7 +119,8 @@ Method = Annotated[
     str | None,
     typer.Option(
         help="`none` for plain decoding, `ngram`, `ngram_gpu`, `suffix`, `custom:module:Class`, `synthetic` for free "
-        "drafts, the head's own, or `suffix+` the head's; draft_model or pard where --head is an ordinary model. "
+        "drafts, `mtp` for layers of the target's own checkpoint, the head's own, or `suffix+` one of the last two; "
+        "draft_model or pard where --head is an ordinary model. "
         "Several between commas are compared. Default: the head's."
     ),
 ]
@@ -218,14 +229,15 @@ def run(options: Options, *, quiet: bool = False) -> "list[MethodResult]":
         name: read_prompts(path, target, options.model, **reading)
         for name, path in zip(sets, options.prompts, strict=True)
     }
-    loaded = _load_head(options, target, names) if any(map(needs_head, names)) else None
-    record = {} if loaded is None else loaded.record
-    methods = {name: draft_tokens(name, options, record) for name in names}
+    heads = _load_heads(options, target, names)
+    methods = {name: draft_tokens(name, options, heads[name].record if name in heads else {}) for name in names}
     check_draft_length(max(tokens.engine for tokens in methods.values()), target)
     responses = load_suffix_cache(options, target)
     measured = []
     for name, prompts in prompt_sets.items():
-        builds = [_builder(m, tokens, options, target, loaded, prompts, responses) for m, tokens in methods.items()]
+        builds = [
+            _builder(m, tokens, options, target, heads.get(m), prompts, responses) for m, tokens in methods.items()
+        ]
         works = [_work(m, tokens.engine, name, prompts, params, options, target) for m, tokens in methods.items()]
         with progress_bars(len(prompts)) as progress:
             measured += compare(works, builds, progress)
@@ -287,6 +299,16 @@ def _params(options: Options) -> "SamplingParams":
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     given = {name: getattr(options, name) for name in (*same, *penalties)}
     return SamplingParams(max_tokens=options.max_new_tokens, stop=tuple(options.stop or ()), **given)
+
+
+def _load_heads(options: Options, target: "Target", names: Sequence[str]) -> "dict[str, LoadedHead]":
+    """The head of each method that drafts with one: that of --head, or the target's own."""
+    given = None if options.head is None else head_method(options, names)
+    with_head = {name: name.removeprefix(WITH_SUFFIX) for name in names if needs_head(name)}
+    loaded: dict[str, LoadedHead] = {}
+    for own in set(with_head.values()):
+        loaded[own] = _load_head(options, target, names) if own == given else load_targets_own(target, options.model)
+    return {name: loaded[own] for name, own in with_head.items()}
 
 
 def _load_head(options: Options, target: "Target", names: Sequence[str]) -> "LoadedHead":

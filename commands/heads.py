@@ -66,6 +66,25 @@ def load_model(folder: Path, method: str, target: "Target", model: str) -> "Load
     return LoadedHead(head.to(device=target.device, dtype=target.dtype), {})
 
 
+def load_targets_own(target: "Target", model: str) -> "LoadedHead":
+    """The multi-token-prediction layers in a target's own checkpoint, as a draft head.
+
+    Raises HeadError where it has none, HeadTargetError where they cannot be run.
+    """
+    from ..heads.folder import LoadedHead
+    from ..heads.model_folder import Checkpoint
+    from ..heads.mtp import MtpConfig, MtpHead
+
+    found = Checkpoint(model)
+    config = MtpConfig.derive_from(target.facts, {}, found)
+    if config.refused is not None:
+        raise HeadTargetError(f"the MTP layers of {model} are refused: {config.refused}; use another method")
+    head = MtpHead(config)
+    head.start_from(found)
+    head.assert_filled()
+    return LoadedHead(head.to(device=target.device, dtype=target.dtype), {})
+
+
 def warn_of_differences(record: Mapping[str, Any], target: "Target", head: Path, model: str) -> None:
     """Warns of a head trained on another chat template, tokenizer or set of weights, since such a head drafts badly."""
     from ..infer.prompts import template_hash, tokenizer_hash

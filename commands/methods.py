@@ -21,6 +21,7 @@ PLAIN = "none"
 SYNTHETIC = "synthetic"
 NGRAM = ("ngram", "ngram_gpu")
 SUFFIX = "suffix"
+MTP = "mtp"
 CUSTOM = "custom:"
 WITH_SUFFIX = SUFFIX + "+"  # and a head's name
 DEFAULT_NUM_DRAFT_TOKENS = 3
@@ -39,12 +40,13 @@ def methods_of(options: "Options") -> list[str]:
         raise MethodError(f"--method names {doubled!r} twice; name each method once")
     with_head = [name for name in names if needs_head(name)]
     if options.head is None:
-        _refuse_without_head(names, with_head)
+        _refuse_without_head(names, [name for name in with_head if not may_be_targets(name)])
     elif not names:
         names = [head_method(options, names)]
     elif with_head:
         own = head_method(options, names)
-        other = next((name for name in with_head if name.removeprefix(WITH_SUFFIX) != own), None)
+        foreign = (name for name in with_head if name.removeprefix(WITH_SUFFIX) != own)
+        other = next((name for name in foreign if not may_be_targets(name)), None)
         if other is not None:
             raise MethodError(f"{options.head} is a head for {own}, found --method {other}; drop --method")
     elif names != [PLAIN]:
@@ -65,6 +67,11 @@ def methods_of(options: "Options") -> list[str]:
 def needs_head(name: str) -> bool:
     """Whether a method drafts with a head; what is not known here is a head's name."""
     return name not in (PLAIN, SYNTHETIC, SUFFIX, *NGRAM) and not name.startswith(CUSTOM)
+
+
+def may_be_targets(name: str) -> bool:
+    """Whether a method can draft with layers in the target's own checkpoint, where no head of it is given."""
+    return name.removeprefix(WITH_SUFFIX) == MTP
 
 
 def uses_suffix(name: str) -> bool:
@@ -181,7 +188,8 @@ def _refuse_without_head(names: Sequence[str], with_head: Sequence[str]) -> None
     wanted = f" for --method {with_head[0]}" if with_head else ""
     raise MethodError(
         f"expected a draft head{wanted}, found no --head; give --head DIR written by `spectrain fit`, or a method that "
-        f"needs none: --method none to measure plain decoding, ngram, ngram_gpu, suffix, custom:module:Class, synthetic"
+        f"needs none: --method none to measure plain decoding, ngram, ngram_gpu, suffix, mtp where the target has such "
+        f"layers, custom:module:Class, synthetic"
     )
 
 

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 Attend = Callable[..., Tensor]
 """`attend(layer, q, k, v) -> out`: q [..., heads, head_dim], k and v [..., kv_heads, head_dim], RoPE already applied;
-out [..., heads, head_dim]; v, and out with it, may be of another width than k. The caller decides what each row sees and
-where k and v are kept. A layer that has them adds `window=`, rows it sees, itself included, and `sinks=` [heads]."""
+out [..., heads, head_dim]. The caller decides what each row sees and where k and v are kept. v, and out with it, may be
+of another width than k. A layer that has them adds `window=`, the rows it sees, itself included, and `sinks=` [heads].
+"""
 
 
 class HeadError(ValueError):

@@ -4,7 +4,7 @@ Row t pairs the target's state at t, its final norm applied, with the token at t
 returns, normed, gives the draft's logits and is the next draft's state. Of several layers, layer k % n makes draft k.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -73,15 +73,15 @@ class MtpConfig(DecoderConfig):
         name = layout_of(model.model_types)
         if name is None:
             raise HeadError(
-                f"no MTP layers are known for models of type {model.model_types[0]!r} ({model.name}); leave --model "
-                f"out to train a fresh one"
+                f"no MTP layers are known for models of type {model.model_types[0]!r} ({model.name}); train a fresh "
+                f"one by `fit --recipe mtp` without --model"
             )
         layout = LAYOUTS[name]
         count = int(model.values.get(layout.count_key) or 0)
         if not count:
             raise HeadError(
-                f"{model.name} has no MTP layers: {layout.count_key} is {count} in its config.json; leave --model out "
-                f"to train a fresh one"
+                f"{model.name} has no MTP layers: {layout.count_key} is {count} in its config.json; train a fresh one "
+                f"by `fit --recipe mtp` without --model"
             )
         found = {
             "layout": name,
@@ -91,6 +91,11 @@ class MtpConfig(DecoderConfig):
             "block": dict(model.values),
         }
         return cls.derive(target, {**found, **settings})
+
+    @property
+    def refused(self) -> str | None:
+        """Why the engine cannot run these layers; None where it can."""
+        return LAYOUTS[self.layout].refused
 
     def serving_config(self) -> dict[str, Any]:
         """The target's own config, as an engine that reads its MTP layers wants it.
@@ -158,6 +163,16 @@ class MtpHead(DecoderHead):
         if layout.raw_states:  # the norm is the target's own
             self.layers[0].final_norm.requires_grad_(False)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Buffers keep their type: a router's correction of its scores is not meant to be rounded."""
+        before = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            owner, _, leaf = name.rpartition(".")
+            module = self.get_submodule(owner)
+            setattr(module, leaf, buffer.to(getattr(module, leaf).device))
+        return self
+
     def key_shapes(self) -> tuple[KeyShape, ...]:
         return self._key_shapes
 
@@ -183,8 +198,14 @@ class MtpHead(DecoderHead):
         states = aux_states[..., 0, :]
         return states if self.layout.raw_states else target.norm(states)
 
-    def output_weight(self, target: TargetTensors) -> Tensor:
-        return target.lm_head
+    def output_weight(self, target: TargetTensors, step: int = 0) -> Tensor:
+        """The target's matrix [vocab, hidden], or that of the layer which makes draft `step`."""
+        if self.layout.head is None:
+            return target.lm_head
+        return self.layers[step % len(self.layers)].head.weight
+
+    def logits(self, logits_states: Tensor, target: TargetTensors, step: int = 0) -> Tensor:
+        return nn.functional.linear(logits_states, self.output_weight(target, step).to(logits_states.dtype)).float()
 
     def initialise(self, target: TargetTensors, generator: torch.Generator) -> None:
         """Random weights, norms that change nothing; the last norm is the target's where it has one of that kind.

@@ -151,7 +151,7 @@ def _attention_forward(
     s_aux: Tensor | None = None,
     **passive: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query [batch, heads, seq, dim] and so on; returns [batch, seq, heads, dim]."""
+    """Attention as transformers calls it: query, key, value [batch, heads, seq, dim]; gives [batch, seq, heads, dim]."""
     call: AttentionCall = getattr(module, CALL)
     assert call.attend is not None and attention_mask is None
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))

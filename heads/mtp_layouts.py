@@ -116,5 +116,5 @@ LAYOUTS: dict[str, MtpLayout] = {
 
 
 def layout_of(model_types: Sequence[str]) -> str | None:
-    """The name of the layout that serves one of these model types; None where no family with MTP layers is among them."""
+    """The name of the layout that serves one of these model types; None where none does."""
     return next((n for m in model_types for n, layout in LAYOUTS.items() if m in layout.model_types), None)

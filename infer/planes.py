@@ -65,12 +65,10 @@ class BlockPool:
     need no copy-on-write.
 
     A key is SHA-256 over the key of the block before and the block's own tokens, so it names the whole text up to the
-    block's end; with `next_token` also the token that follows, on which the last row of a draft plane may depend.
+    block's end; also the `next_token` tokens that follow, on which the last row of a draft plane may depend.
     """
 
-    def __init__(
-        self, num_blocks: int, block_size: int, *, prefix_cache: bool = False, next_token: bool = False
-    ) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = False, next_token: int = 0) -> None:
         if num_blocks < 2:
             raise ValueError(f"a cache needs at least 2 blocks (one is kept for padding), found {num_blocks}")
         self.num_blocks, self.block_size = num_blocks, block_size

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from spectrain.heads.base import DraftHead
 from spectrain.heads.eagle3 import Eagle3Head
+from spectrain.heads.mtp import MtpHead
 from spectrain.heads.pard import Pard
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.proposers.base import Drafts, DraftStep, Proposer
@@ -97,7 +98,7 @@ def trainer_logits(head: DraftHead, target: Target, model: PreTrainedModel, text
 
 
 def _objective(head: DraftHead, drafts: int) -> Objective:
-    steps = {"steps": drafts} if isinstance(head, Eagle3Head | Pard) else {}
+    steps = {"steps": drafts} if isinstance(head, Eagle3Head | MtpHead | Pard) else {}
     return objective_of(head.config, **steps)
 
 

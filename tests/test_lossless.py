@@ -78,6 +78,8 @@ FLAGS: list[tuple[str, dict[str, object], int]] = [
     ("eagle", {"num_layers": 2, "fc_bias": True}, 5),
     ("peagle", {"draft_vocab_size": 50, "layer_style": "qwen3", "fc_norm": True, "num_layers": 4}, 5),
     ("peagle", {}, 1),
+    ("mtp", {"num_layers": 3}, 5),
+    ("mtp", {"num_layers": 2}, 1),
     ("draft_model", {"family": "qwen3"}, 5),
     ("pard", {"family": "qwen2", "tie_word_embeddings": True}, 1),
     ("medusa", {"lm_head": "shared", "draft_vocab_size": 50}, 2),

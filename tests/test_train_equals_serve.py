@@ -20,6 +20,8 @@ DRAFTS, NEW = 4, 20
 HEADS: dict[str, tuple[str, tuple[str, ...]]] = {
     "eagle": ("eagle", ()),
     "eagle3": ("eagle3", ()),
+    "mtp": ("mtp", ()),
+    "mtp, a layer for each of the first drafts": ("mtp", ("head.num_layers=3",)),
     "peagle": ("peagle", ()),
     "draft model": ("draft_model", ()),
     "pard, beyond the trained length": ("pard", ()),

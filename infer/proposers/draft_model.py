@@ -29,9 +29,7 @@ class DraftModelProposer(FeatureProposer):
         self, head: DraftModel, target: TargetTensors, num_draft_tokens: int, draft_sampling: DraftSampling = "greedy"
     ) -> None:
         super().__init__(head, target, num_draft_tokens, draft_sampling)
-        self.requirements = dataclasses.replace(
-            self.requirements, next_token=False, lookahead=max(num_draft_tokens - 1, 0)
-        )
+        self.requirements = dataclasses.replace(self.requirements, next_token=0, lookahead=max(num_draft_tokens - 1, 0))
         self._pending: Tensor | None = None  # [num_rows, num_appended, hidden]; states of the rows appended last
 
     @property

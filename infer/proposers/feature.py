@@ -38,7 +38,7 @@ class FeatureProposer(Proposer):
         self.requirements = Requirements(
             layer_ids=head.config.layer_ids,
             planes=planes,
-            next_token=True,
+            next_token=1,
             lookahead=max(num_draft_tokens - 2, 0),
             draft_laws=self.probabilistic,
         )
@@ -65,10 +65,13 @@ class FeatureProposer(Proposer):
         like = next(self.head.parameters())
         return torch.zeros(*shape, self.head.config.hidden_size, dtype=like.dtype, device=like.device)
 
-    def _forward(self, embeds: Tensor, states: Tensor, batch: PackedBatch) -> DraftOutput:
+    def _forward(
+        self, embeds: Tensor, states: Tensor, batch: PackedBatch, positions: Tensor | None = None, step: int = 0
+    ) -> DraftOutput:
+        """Rows stand at `positions` [num_tokens], which are the batch's own unless given."""
         assert self._planes is not None
         attend = PagedAttend(self._planes, self.plane_names, batch)
-        return self.head(DraftRows(embeds, states, batch.positions), attend)
+        return self.head(DraftRows(embeds, states, batch.positions if positions is None else positions, step), attend)
 
     def _draw(self, logits: Tensor, step: DraftStep, k: int) -> tuple[Tensor, Tensor]:
         return draw(logits, step, k, self.num_draft_tokens, self.token_map, self.probabilistic)
