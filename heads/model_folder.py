@@ -21,9 +21,9 @@ class Checkpoint:
         self.path = _folder_of(model)
         self.name = self.path.name if Path(model).is_dir() else str(model)
         try:
-            whole = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
-            self.values: dict[str, Any] = whole.get("text_config") or whole
-            self.model_types: tuple[str, ...] = (whole["model_type"], self.values.get("model_type", ""))
+            self.whole: dict[str, Any] = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+            self.values: dict[str, Any] = self.whole.get("text_config") or self.whole  # of the language model in it
+            self.model_types: tuple[str, ...] = (self.whole["model_type"], self.values.get("model_type", ""))
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise HeadError(f"no usable model config in {self.name}: {_line(error)}; check --model") from error
         self._files = self._index()

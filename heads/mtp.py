@@ -19,6 +19,7 @@ from .mtp_block import (
     Rotary,
     block_config,
     library_class,
+    new_block,
     norm_eps,
     number_attention,
     on_nothing,
@@ -77,12 +78,7 @@ class MtpConfig(DecoderConfig):
                 f"one by `fit --recipe mtp` without --model"
             )
         layout = LAYOUTS[name]
-        count = int(model.values.get(layout.count_key) or 0)
-        if not count:
-            raise HeadError(
-                f"{model.name} has no MTP layers: {layout.count_key} is {count} in its config.json; train a fresh one "
-                f"by `fit --recipe mtp` without --model"
-            )
+        count = _count(layout.count_key, model)
         found = {
             "layout": name,
             "prefix": model.prefix,
@@ -126,8 +122,8 @@ class MtpLayer(nn.Module):
         self.hidden_first = layout.hidden_first
         self.embedding_norm, self.hidden_norm, self.final_norm = (on_nothing(norm, hidden, eps=eps) for _ in range(3))
         self.projection = on_nothing(nn.Linear, 2 * hidden, hidden, bias=False)
-        block, per_layer = library_class(layout, "DecoderLayer"), len(layout.blocks)
-        self.blocks = nn.ModuleList(on_nothing(block, config, layer * per_layer + b) for b in range(per_layer))
+        count = len(layout.blocks)
+        self.blocks = nn.ModuleList(new_block(layout, config, layer * count + b) for b in range(count))
         if layout.head is not None:
             self.head = on_nothing(nn.Linear, hidden, vocab, bias=False)
 
@@ -243,6 +239,18 @@ class MtpHead(DecoderHead):
                 )
             tensors[name] = tensor
         self.load_state_dict(tensors, strict=True)
+
+
+def _count(key: str | None, model: Checkpoint) -> int:
+    if key is None:
+        return 1
+    count = int(model.values.get(key) or model.whole.get(key) or 0)
+    if not count:
+        raise HeadError(
+            f"{model.name} has no MTP layers: {key} is {count} in its config.json; train a fresh one by `fit --recipe "
+            f"mtp` without --model"
+        )
+    return count
 
 
 def _to_checkpoint(head: MtpHead, tensors: dict[str, Tensor], prefix: str, _metadata: Any) -> None:

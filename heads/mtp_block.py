@@ -33,7 +33,7 @@ class AttentionCall:
 
 
 def library_class(layout: MtpLayout, kind: str) -> Any:
-    """A class of the family in transformers: its Config, DecoderLayer, RMSNorm or RotaryEmbedding.
+    """A class of the family in transformers, such as its Config, DecoderLayer or RMSNorm.
 
     Raises HeadError where the installed version has none.
     """
@@ -49,15 +49,21 @@ def library_class(layout: MtpLayout, kind: str) -> Any:
     return found
 
 
-def block_config(layout: MtpLayout, values: Mapping[str, Any], num_layers: int) -> Any:
-    """The library's config for blocks 0, 1, ... of `num_layers` MTP layers, from a target's `config.json`."""
+def block_config(layout: MtpLayout, values: Mapping[str, Any], num_blocks: int) -> Any:
+    """The library's config for blocks 0, 1, ... of MTP layers, from a target's `config.json`.
+
+    What that says of MTP layers itself, such as `mtp_layer_types`, comes before the layout's word.
+    """
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, _attention_forward)
     config = library_class(layout, "Config").from_dict(copy.deepcopy(dict(values)))
     for key, value in layout.set.items():
-        if hasattr(config, key):
-            setattr(config, key, value * num_layers if isinstance(value, list) else value)
+        if isinstance(value, list):
+            repeats = num_blocks // len(value) + 1
+            setattr(config, key, list(values.get(f"mtp_{key}") or value * repeats)[:num_blocks])
+        else:
+            setattr(config, key, value)
     config._attn_implementation = ATTENTION
     config._experts_implementation = "grouped_mm"
     return config
@@ -88,15 +94,42 @@ class Rotary:
     """The family's rotary embedding, kept out of the head's modules: its frequencies stay float32."""
 
     def __init__(self, layout: MtpLayout, config: Any) -> None:
-        self._module = library_class(layout, "RotaryEmbedding")(config)
-        by_type = "layer_type" in inspect.signature(self._module.forward).parameters
+        self._module = library_class(layout, "RotaryEmbedding")(config) if layout.rotary else None
+        by_type = self._module is not None and "layer_type" in inspect.signature(self._module.forward).parameters
         self._types: list[str] | None = config.layer_types if by_type else None
 
-    def __call__(self, x: Tensor, positions: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, positions: Tensor, block: int) -> tuple[Tensor, Tensor] | None:
         """cos and sin of a block for x [batch, seq, hidden] at positions [batch, seq], in x's dtype."""
+        if self._module is None:
+            return None
         if next(self._module.buffers()).device != x.device:
             self._module.to(x.device)
         return self._module(x, positions, **({} if self._types is None else {"layer_type": self._types[block]}))
+
+
+class PreNormBlock(nn.Module):
+    """A decoder layer of a family whose own layers are of another build: attention and a dense MLP, each normed before.
+
+    Its attention and its MLP are the family's.
+    """
+
+    def __init__(self, layout: MtpLayout, config: Any, index: int) -> None:
+        super().__init__()
+        norm, hidden, eps = library_class(layout, "RMSNorm"), config.hidden_size, norm_eps(config)
+        self.input_layernorm, self.post_attention_layernorm = norm(hidden, eps=eps), norm(hidden, eps=eps)
+        self.self_attn = library_class(layout, "MLA")(config, index)
+        self.mlp = library_class(layout, "MLP")(config, config.ffn_hidden_size)
+
+    def forward(self, x: Tensor, **passed: Any) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), **passed)[0]
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def new_block(layout: MtpLayout, config: Any, index: int) -> nn.Module:
+    """Block `index` of all MTP layers, its parameters NaN."""
+    if layout.block_class == PreNormBlock.__name__:
+        return on_nothing(PreNormBlock, layout, config, index)
+    return on_nothing(library_class(layout, layout.block_class), config, index)
 
 
 def number_attention(blocks: Sequence[nn.Module], hidden: int, rotary: Rotary, call: AttentionCall) -> list[KeyShape]:
@@ -151,7 +184,7 @@ def _attention_forward(
     s_aux: Tensor | None = None,
     **passive: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query, key, value [batch, heads, seq, dim]; gives [batch, seq, heads, dim]."""
+    """Attention as transformers calls it, on [batch, heads, seq, dim] each; returns [batch, seq, heads, dim]."""
     call: AttentionCall = getattr(module, CALL)
     assert call.attend is not None and attention_mask is None
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))

@@ -26,12 +26,14 @@ class MtpLayout:
     final_norm: str
     blocks: tuple[str, ...]  # of the decoder layer; several where one MTP layer is made of several
     head: str | None = None  # an output matrix of its own; None: the target's
-    count_key: str = "num_nextn_predict_layers"  # of the config: how many layers there are
+    block_class: str = "DecoderLayer"  # behind the library's prefix, or one of ours
+    rotary: bool = True  # whether attention knows positions
+    count_key: str | None = "num_nextn_predict_layers"  # of the config: how many layers there are; None: always one
     first_only: bool = False  # later layers are never used; else layer k % n makes draft k
     hidden_first: bool = False  # the projection reads [hidden ; embedding]
     raw_states: bool = False  # states go in, and are fed back, as they are before the final norm
     renames: tuple[tuple[str, str], ...] = ()  # in a block: what the checkpoint says, what the class does
-    set: Mapping[str, Any] = field(default_factory=dict)  # of the config, for the block; lists are one entry a block
+    set: Mapping[str, Any] = field(default_factory=dict)  # of the config, for the blocks; lists are repeated
     refused: str | None = None  # why the engine cannot run it
 
 
@@ -49,9 +51,9 @@ _QWEN: dict[str, Any] = {
     "projection": "mtp.fc",
     "final_norm": "mtp.norm",
     "blocks": ("mtp.layers.{i}",),
-    "set": {"layer_types": ["full_attention"]},
 }
-_SPARSE = {"first_k_dense_replace": 0, "mlp_layer_types": ["sparse"]}
+_FULL = {"layer_types": ["full_attention"]}
+_SPARSE = {"first_k_dense_replace": 0}
 
 FRESH = "llama"
 """The layout of layers that are trained from nothing, for a target that has none of its own."""
@@ -61,7 +63,10 @@ LAYOUTS: dict[str, MtpLayout] = {
     "deepseek_v3": MtpLayout(model_types=("deepseek_v3",), library="deepseek_v3:DeepseekV3", set=_SPARSE, **_DEEPSEEK),
     "glm4_moe": MtpLayout(model_types=("glm4_moe",), library="glm4_moe:Glm4Moe", set=_SPARSE, **_DEEPSEEK),
     "glm4_moe_lite": MtpLayout(
-        model_types=("glm4_moe_lite",), library="glm4_moe_lite:Glm4MoeLite", set=_SPARSE, **_DEEPSEEK
+        model_types=("glm4_moe_lite",),
+        library="glm4_moe_lite:Glm4MoeLite",
+        set={"mlp_layer_types": ["sparse"]},
+        **_DEEPSEEK,
     ),
     "glm_ocr": MtpLayout(model_types=("glm_ocr", "glm_ocr_text"), library="glm_ocr:GlmOcr", **_DEEPSEEK),
     "mimo": MtpLayout(
@@ -87,17 +92,19 @@ LAYOUTS: dict[str, MtpLayout] = {
         renames=(("pre_mlp_layernorm.", "post_attention_layernorm."), ("attention_sink_bias", "sinks")),
         set={"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
     ),
-    "qwen3_next": MtpLayout(model_types=("qwen3_next",), library="qwen3_next:Qwen3Next", **_QWEN),
+    "qwen3_next": MtpLayout(model_types=("qwen3_next",), library="qwen3_next:Qwen3Next", set=_FULL, **_QWEN),
     "qwen3_5": MtpLayout(
         model_types=("qwen3_5", "qwen3_5_text"),
         library="qwen3_5:Qwen3_5",
         count_key="mtp_num_hidden_layers",
+        set=_FULL,
         **_QWEN,
     ),
     "qwen3_5_moe": MtpLayout(
         model_types=("qwen3_5_moe", "qwen3_5_moe_text", "intern_s2", "interns2"),
         library="qwen3_5_moe:Qwen3_5Moe",
         count_key="mtp_num_hidden_layers",
+        set=_FULL,
         **_QWEN,
     ),
     "ernie4_5_moe": MtpLayout(
@@ -111,6 +118,56 @@ LAYOUTS: dict[str, MtpLayout] = {
         raw_states=True,
         # its MTP layer is dense: no layer lies in the range of those with experts
         set={"moe_layer_start_index": 1 << 20, "moe_layer_end_index": 1 << 20},
+    ),
+    "nemotron_h": MtpLayout(
+        model_types=("nemotron_h",),
+        library="nemotron_h:NemotronH",
+        embedding_norm="mtp.layers.0.enorm",
+        hidden_norm="mtp.layers.0.hnorm",
+        projection="mtp.layers.0.eh_proj",
+        final_norm="mtp.layers.1.final_layernorm",
+        blocks=("mtp.layers.0", "mtp.layers.1"),
+        block_class="Block",
+        rotary=False,
+        first_only=True,
+        set={"layers_block_type": ["full_attention", "moe"]},
+    ),
+    "exaone_moe": MtpLayout(
+        model_types=("exaone_moe",),
+        library="exaone_moe:ExaoneMoe",
+        set={"layer_types": ["full_attention"], "mlp_layer_types": ["dense"]},
+        **_QWEN,
+    ),
+    "exaone4_5": MtpLayout(model_types=("exaone4_5",), library="exaone4:Exaone4", **_QWEN),
+    "longcat_flash": MtpLayout(
+        model_types=("longcat_flash",),
+        library="longcat_flash:LongcatFlash",
+        embedding_norm="model.mtp.layers.{i}.enorm.m",
+        hidden_norm="model.mtp.layers.{i}.hnorm.m",
+        projection="model.mtp.layers.{i}.eh_proj",
+        final_norm="model.mtp.norm",
+        blocks=("model.mtp.layers.{i}",),
+        block_class="PreNormBlock",
+        count_key=None,
+        first_only=True,
+        renames=(("transformer_layer.mlp.", "mlp."),),
+    ),
+    "hy_v3": MtpLayout(
+        model_types=("hy_v3",),
+        library="hy_v3:HYV3",
+        renames=(
+            ("mlp.router.gate.", "mlp.gate."),
+            ("mlp.expert_bias", "mlp.e_score_correction_bias"),
+            ("mlp.shared_mlp.", "mlp.shared_experts."),
+        ),
+        set={"mlp_layer_types": ["sparse"], **_SPARSE},
+        **{**_DEEPSEEK, "final_norm": f"{_DEEPSEEK_LAYER}.final_layernorm"},
+    ),
+    "step3p5": MtpLayout(
+        model_types=("step3p5", "step3p7"),
+        library="step3p7:Step3p7",
+        head=f"{_DEEPSEEK_LAYER}.transformer.shared_head.output",
+        **{**_DEEPSEEK, "final_norm": f"{_DEEPSEEK_LAYER}.transformer.shared_head.norm"},
     ),
 }
 
