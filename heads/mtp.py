@@ -116,14 +116,14 @@ class MtpConfig(DecoderConfig):
 class MtpLayer(nn.Module):
     """Two halves, a projection, the family's decoder layer, a norm; and an output matrix where the family has one."""
 
-    def __init__(self, layout: MtpLayout, config: Any, hidden: int, vocab: int, layer: int) -> None:
+    def __init__(self, layout: MtpLayout, config: Any, hidden: int, vocab: int, first: int) -> None:
         super().__init__()
         norm, eps = library_class(layout, "RMSNorm"), norm_eps(config)
         self.hidden_first = layout.hidden_first
         self.embedding_norm, self.hidden_norm, self.final_norm = (on_nothing(norm, hidden, eps=eps) for _ in range(3))
         self.projection = on_nothing(nn.Linear, 2 * hidden, hidden, bias=False)
-        count = len(layout.blocks)
-        self.blocks = nn.ModuleList(new_block(layout, config, layer * count + b) for b in range(count))
+        self.first = first  # the number of the first block in the config
+        self.blocks = nn.ModuleList(new_block(layout, config, first + b) for b in range(len(layout.blocks)))
         if layout.head is not None:
             self.head = on_nothing(nn.Linear, hidden, vocab, bias=False)
 
@@ -142,9 +142,11 @@ class MtpHead(DecoderHead):
         super().__init__()
         self.config = config
         self.layout = layout = LAYOUTS[config.layout]
-        hidden, count = config.hidden_size, config.num_layers
-        built = block_config(layout, config.block_values(), count * len(layout.blocks))
-        self.layers = nn.ModuleList(MtpLayer(layout, built, hidden, config.vocab_size, i) for i in range(count))
+        hidden, vocab, per_layer = config.hidden_size, config.vocab_size, len(layout.blocks)
+        first, count = config.target.num_layers if layout.goes_on else 0, config.num_layers * per_layer
+        built = block_config(layout, config.block_values(), count)
+        starts = range(first, first + count, per_layer)
+        self.layers = nn.ModuleList(MtpLayer(layout, built, hidden, vocab, start) for start in starts)
         for name in ("embedding_norm", "hidden_norm", "projection", "final_norm"):
             if "{" not in getattr(layout, name).replace("{model}", ""):  # one for all layers
                 for layer in self.layers[1:]:
@@ -152,7 +154,7 @@ class MtpHead(DecoderHead):
         self._rotary = Rotary(layout, built)
         self._call = AttentionCall()
         blocks = [block for layer in self.layers for block in layer.blocks]
-        self._key_shapes = tuple(number_attention(blocks, hidden, self._rotary, self._call))
+        self._key_shapes = tuple(number_attention(blocks, first, hidden, self._rotary, self._call))
         self.names = Names(layout, config.prefix, config.target.num_layers, config.fused_experts)
         self.register_state_dict_post_hook(_to_checkpoint)
         self.register_load_state_dict_pre_hook(_from_checkpoint)
@@ -174,15 +176,14 @@ class MtpHead(DecoderHead):
 
     def forward(self, rows: DraftRows, attend: Attend) -> DraftOutput:
         """One step over rows [num_tokens] or [batch, seq], of the layer whose turn it is."""
-        which = rows.step % len(self.layers)
-        layer = self.layers[which]
+        layer = self.layers[rows.step % len(self.layers)]
         x, positions = layer.halves(rows.token_embeds, rows.states), rows.positions
         flat = x.dim() == 2
         if flat:
             x, positions = x[None], positions[None]
         self._call.attend, self._call.flat = attend, flat
         try:
-            for b, block in enumerate(layer.blocks, start=which * len(layer.blocks)):
+            for b, block in enumerate(layer.blocks, start=layer.first):
                 x = run_block(block, x, self._rotary(x, positions, b), positions)
         finally:
             self._call.attend = None

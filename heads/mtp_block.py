@@ -57,7 +57,10 @@ def block_config(layout: MtpLayout, values: Mapping[str, Any], num_blocks: int) 
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, _attention_forward)
-    config = library_class(layout, "Config").from_dict(copy.deepcopy(dict(values)))
+    values = dict(values)
+    if layout.goes_on:
+        values |= {"num_hidden_layers": values["num_hidden_layers"] + num_blocks, str(layout.count_key): 0}
+    config = library_class(layout, "Config").from_dict(copy.deepcopy(values))
     for key, value in layout.set.items():
         if isinstance(value, list):
             repeats = num_blocks // len(value) + 1
@@ -132,10 +135,15 @@ def new_block(layout: MtpLayout, config: Any, index: int) -> nn.Module:
     return on_nothing(library_class(layout, layout.block_class), config, index)
 
 
-def number_attention(blocks: Sequence[nn.Module], hidden: int, rotary: Rotary, call: AttentionCall) -> list[KeyShape]:
-    """Gives every attention module its number and the head's `call`; returns what each keeps of a row."""
+def number_attention(
+    blocks: Sequence[nn.Module], first: int, hidden: int, rotary: Rotary, call: AttentionCall
+) -> list[KeyShape]:
+    """Gives every attention module its number and the head's `call`; returns what each keeps of a row.
+
+    `first`: the number of the first block in the config.
+    """
     shapes: list[KeyShape] = []
-    for index, block in enumerate(blocks):
+    for index, block in enumerate(blocks, start=first):
         modules = [m for m in block.modules() if type(m).__name__.endswith(("Attention", "MLA"))]
         if not modules:
             continue

@@ -30,6 +30,7 @@ class MtpLayout:
     rotary: bool = True  # whether attention knows positions
     count_key: str | None = "num_nextn_predict_layers"  # of the config: how many layers there are; None: always one
     first_only: bool = False  # later layers are never used; else layer k % n makes draft k
+    goes_on: bool = False  # the config's lists go on over MTP layers, whose blocks are numbered behind the target's
     hidden_first: bool = False  # the projection reads [hidden ; embedding]
     raw_states: bool = False  # states go in, and are fed back, as they are before the final norm
     renames: tuple[tuple[str, str], ...] = ()  # in a block: what the checkpoint says, what the class does
@@ -166,6 +167,7 @@ LAYOUTS: dict[str, MtpLayout] = {
     "step3p5": MtpLayout(
         model_types=("step3p5", "step3p7"),
         library="step3p7:Step3p7",
+        goes_on=True,
         head=f"{_DEEPSEEK_LAYER}.transformer.shared_head.output",
         **{**_DEEPSEEK, "final_norm": f"{_DEEPSEEK_LAYER}.transformer.shared_head.norm"},
     ),

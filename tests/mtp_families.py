@@ -1,6 +1,6 @@
-"""A tiny checkpoint of each family with MTP layers, in its published names: `from spectrain.tests.mtp_families import *`.
+"""A tiny checkpoint of each family with MTP layers: `from spectrain.tests.mtp_families import FAMILIES`.
 
-Names and shapes are written out here, apart from the library and from its table of layouts.
+Names, those of published checkpoints, and shapes are written out here, apart from the table of layouts.
 """
 
 import json
@@ -230,11 +230,27 @@ def _glm_ocr(name: str) -> Shapes:
     return own | {f"{name}.mlp.gate_up_proj.weight": (2 * INTER, H), f"{name}.mlp.down_proj.weight": (H, INTER)}
 
 
+def _step() -> Shapes:
+    shapes: Shapes = {}
+    for i, count in enumerate((6, 6, HEADS)):
+        name = f"model.layers.{LAYERS + i}"
+        shapes |= norms(name, "enorm", "hnorm", "transformer.shared_head.norm", *PRE_NORM) | mlp(f"{name}.mlp")
+        shapes |= {f"{name}.eh_proj.weight": (H, 2 * H), f"{name}.transformer.shared_head.output.weight": (VOCAB, H)}
+        shapes |= gqa(f"{name}.self_attn", qk_norm=True)
+        shapes |= {
+            f"{name}.self_attn.q_proj.weight": (count * WIDTH, H),
+            f"{name}.self_attn.o_proj.weight": (H, count * WIDTH),
+            f"{name}.self_attn.g_proj.weight": (count, H),
+        }
+    return shapes
+
+
 def _post_norm(name: str) -> Shapes:
     own = norms(name, "post_attention_layernorm", "post_feedforward_layernorm")
     return own | gqa(f"{name}.self_attn", qk_norm=True) | mlp(f"{name}.mlp")
 
 
+_STEP_TYPES = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 _DEEPSEEK_V3 = {**BASE, **LATENT, **SIGMOID_EXPERTS, "n_group": 2, "model_type": "deepseek_v3", **NEXTN}
 _WINDOWED = {"sliding_window": 5, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
 
@@ -410,6 +426,26 @@ FAMILIES: dict[str, Family] = {
         ),
         reference.hy_v3,
         layers=2,
+    ),
+    "step3p5": Family(
+        {
+            **BASE,
+            "model_type": "step3p5",
+            "num_nextn_predict_layers": 3,
+            "layer_types": [*_STEP_TYPES, "sliding_attention", "sliding_attention", "full_attention"],
+            "moe_layers_enum": "1,2,3",
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+            "moe_intermediate_size": MOE,
+            "share_expert_dim": MOE,
+            "sliding_window": 5,
+            "attention_other_setting": {"num_attention_heads": 6},
+            "rope_theta": [1e6, 1e4, 1e4, 1e6, 1e4, 1e4, 1e6],
+            "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5, 1.0, 1.0, 0.5],
+        },
+        _step(),
+        reference.step3p5,
+        layers=3,
     ),
 }
 

@@ -45,6 +45,7 @@ RECIPES = {
         "head.mask_token_id=42",
         "stopping.epochs=12",
     ),
+    "mtp": ("data.validation_share=0.2", "stopping.epochs=30"),
     "medusa": ("head.num_heads=3", "optimizer.warmup_steps=2", "stopping.epochs=12"),
     "mlp_speculator": ("head.num_heads=3", "optimizer.warmup_steps=2", "stopping.epochs=12"),
 }

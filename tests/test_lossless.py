@@ -42,14 +42,14 @@ def plain(target: Target, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.usefixtures("poisoned_padding")
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "settings"), [*((r, {}) for r in RECIPES), ("mtp", {"num_layers": 3})], ids=str)
 def test_output_and_drafts_do_not_depend_on_batch_chunks_preemptions_or_cached_prefixes(
-    target, prompts, plain, recipe: str
+    target, prompts, plain, recipe: str, settings: dict
 ):
     seen: list[dict[tuple[int, int], list[int]]] = []
     alone = {"max_batch_size": 1, "max_batch_tokens": 7}
     for changes in ({}, alone, {"num_blocks": 26}, {"prefix_cache": True, "launch_ahead": True}):
-        proposer = loud_proposer(recipe, target, 3)
+        proposer = loud_proposer(recipe, target, 3, **settings)
         drafts = keep_drafts(proposer)
         engine = Engine(target, proposer, dataclasses.replace(CONFIG, num_draft_tokens=3, **changes))
         for again in range(2 if "prefix_cache" in changes else 1):
@@ -142,6 +142,7 @@ def joint_p(toy: Target, proposer: Proposer, samples: int = 1500) -> float:
 SMALLER: list[tuple[str, dict[str, object]]] = [
     ("eagle3", {"draft_vocab_size": 3}),
     ("mlp_speculator", {"draft_vocab_size": 3}),
+    ("mtp", {"num_layers": 2}),
     ("dflash", {"sample_from_anchor": True, "causal": True}),
     ("dspark", {"num_candidates": 3}),
 ]

@@ -1,17 +1,15 @@
 """MTP layers read from a checkpoint: every family's step is what an independent computation of it gives."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spectrain.heads.base import DraftRows, HeadError, TargetFacts
+from spectrain.heads.base import DraftRows, TargetFacts
 from spectrain.heads.model_folder import Checkpoint
 from spectrain.heads.mtp import MtpConfig, MtpHead
-from spectrain.tests.mtp_families import BASE, FAMILIES, H, LAYERS, draw, write_checkpoint
+from spectrain.tests.mtp_families import FAMILIES, LAYERS, H, draw, write_checkpoint
 
 FACTS = TargetFacts(
     model_type="any",

@@ -1,4 +1,4 @@
-"""MTP layers in plain torch, straight from a checkpoint's tensors, one function a family: an oracle that shares no code.
+"""MTP layers in plain torch, straight from a checkpoint's tensors, one function a family; it shares no code with ours.
 
 Each takes the tensors by the names published checkpoints use, the target's `config.json` as a dict, and whole texts:
 embeddings and states [seq, hidden]. It returns what goes into the output head and what is fed back.
@@ -309,4 +309,28 @@ def hy_v3(t: Tensors, c: dict[str, Any], e: Tensor, h: Tensor, i: int) -> Result
 
     x = pre_norm(t, name, x, eps, lambda y: gqa(t, f"{name}.self_attn", y, c), feed)
     out = rms(x, t[f"{name}.final_layernorm.weight"], eps)
+    return out, out
+
+
+def step3p5(t: Tensors, c: dict[str, Any], e: Tensor, h: Tensor, i: int) -> Result:
+    """Every list of the config goes on over MTP layers; windowed layers have heads of their own number."""
+    number = c["num_hidden_layers"] + i
+    name, eps = f"model.layers.{number}", c["rms_norm_eps"]
+    x = join(t, deepseek_parts(name), e, h, eps, offset=1.0)
+    windowed = c["layer_types"][number] == "sliding_attention"
+    own = {**c, "num_attention_heads": c["attention_other_setting"]["num_attention_heads"]} if windowed else c
+    count, width = own["num_attention_heads"], int(c["head_dim"] * c["partial_rotary_factors"][number])
+
+    def attention(y: Tensor) -> Tensor:
+        q = rms(heads(t, f"{name}.self_attn.q_proj", y, count), t[f"{name}.self_attn.q_norm.weight"], eps, 1.0)
+        k, v = (heads(t, f"{name}.self_attn.{kind}_proj", y, c["num_key_value_heads"]) for kind in "kv")
+        k = rms(k, t[f"{name}.self_attn.k_norm.weight"], eps, 1.0)
+        q, k = (turn(z, c["rope_theta"][number], width=width) for z in (q, k))
+        out = attend(q, k, v, c["head_dim"] ** -0.5, c["sliding_window"] if windowed else None)
+        gate = linear(y, t[f"{name}.self_attn.g_proj.weight"]).sigmoid()
+        gated = (out.unflatten(1, (count, -1)) * gate[..., None]).flatten(1)
+        return linear(gated, t[f"{name}.self_attn.o_proj.weight"])
+
+    x = pre_norm(t, name, x, eps, attention, lambda y: mlp(t, f"{name}.mlp", y), 1.0)
+    out = rms(x, t[f"{name}.transformer.shared_head.norm.weight"], eps, 1.0)
     return out, out

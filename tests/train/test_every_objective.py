@@ -4,6 +4,7 @@ import pytest
 
 from spectrain.heads.base import HeadConfig
 from spectrain.heads.dspark import DSparkConfig
+from spectrain.heads.mtp import MtpConfig
 from spectrain.tests.fresh import loud_head, objective_of
 from spectrain.tests.language_models import draft_model_config
 from spectrain.tests.train.blocks import block_config
@@ -15,6 +16,8 @@ DSPARK = {"layer_ids": (2, 3, 4), "num_layers": 1, "block_size": 3, "mask_token_
 CASES: dict[str, tuple[HeadConfig, dict[str, object]]] = {
     "eagle": (tiny_eagle_config(num_layers=2, fc_bias=True), {}),
     "eagle3": (tiny_config(num_layers=2, draft_vocab_size=11), {"steps": 4}),
+    "mtp": (MtpConfig.derive(tiny_facts(), {}), {}),
+    "mtp, two layers": (MtpConfig.derive(tiny_facts(), {"num_layers": 2}), {"steps": 4}),
     "peagle": (tiny_peagle_config(num_layers=2, draft_vocab_size=11, fc_norm=True), {"steps": 4, "retention": 0.8}),
     "draft model": (draft_model_config(tiny_facts()), {}),
     "pard": (draft_model_config(tiny_facts(), parallel=True), {"steps": 3}),

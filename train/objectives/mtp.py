@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...heads.base import HeadError
 from ...heads.mtp import MtpConfig
+from ...heads.mtp_layouts import LAYOUTS
 from ..losses import LossKind
 from .eagle3 import Eagle3Objective, Eagle3Settings
 
@@ -30,6 +32,11 @@ class MtpObjective(Eagle3Objective):
     """A mean a step, later ones worth less, all together one."""
 
     def __init__(self, config: MtpConfig, settings: MtpSettings) -> None:
+        if LAYOUTS[config.layout].head is not None:
+            raise HeadError(
+                f"MTP layers like {config.layout}'s, each with an output matrix of its own, cannot be trained; train a "
+                f"fresh one by `fit --recipe mtp` without --model"
+            )
         self.config, self.settings = config, settings
 
     def term_weights(self, denominators: Tensor) -> Tensor:
