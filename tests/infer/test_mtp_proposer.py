@@ -1,0 +1,83 @@
+"""MTP drafting in the engine: what it computes for any row is what training computes, whatever was rejected before."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from spectrain.heads.model_folder import Checkpoint
+from spectrain.heads.mtp import MtpConfig, MtpHead
+from spectrain.infer.batch import PackedBatch
+from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.proposers.mtp import moved_back
+from spectrain.tests.fresh import proposer_of
+from spectrain.tests.models import own_generator, randomise
+from spectrain.tests.mtp_families import FAMILIES, draw, write_checkpoint
+from spectrain.tests.steering import TOLERANCE, Steered, greedy_texts, trainer_logits
+
+DRAFTS, NEW = 4, 12
+BUILT = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "ernie4_5_moe", "hy_v3")
+"""Families whose target transformers builds from the tiny config and our engine runs."""
+
+
+def target_model(folder: Path) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(folder)
+    with own_generator(0):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    randomise(model, 0)
+    model.get_output_embeddings().weight.data.mul_(5.0)
+    return model.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_every_draft_logit_of_the_engine_is_the_trainers(name: str, tmp_path: Path):
+    family = FAMILIES[name]
+    write_checkpoint(tmp_path, family, draw(family.shapes))
+    texts, found = greedy_texts(target_model(tmp_path), NEW), Checkpoint(tmp_path)
+    head = MtpHead(MtpConfig.derive_from(texts.target.facts, {}, found))
+    head.start_from(found)
+    expected = [trainer_logits(head, texts.target, target_model(tmp_path), text, DRAFTS) for text in texts.whole]
+    for spoil, num_blocks in ((0.0, 200), (0.3, 16), (1.0, 200)):
+        proposer = proposer_of(head, texts.target, DRAFTS)
+        steered = Steered(proposer, texts.whole, spoil, head.config.vocab_size)
+        config = EngineConfig(num_draft_tokens=DRAFTS, num_blocks=num_blocks, block_size=4, max_batch_tokens=13)
+        engine = Engine(texts.target, proposer, config)
+        outputs = engine.generate(texts.prompts, texts.params)
+        assert [o.prompt_token_ids + o.token_ids for o in outputs] == texts.whole
+        for (request, row, draft), logits in steered.logits.items():
+            torch.testing.assert_close(logits, expected[request][draft, row], atol=TOLERANCE, rtol=1e-4)
+        assert len(steered.logits) > 40
+
+
+@pytest.mark.parametrize("by", [1, 2, 3])
+def test_rows_moved_back_are_those_whose_text_reaches_far_enough(by: int):
+    """By hand: requests that begin here, went on before, and begin here with fewer rows than are moved."""
+    block_size, computed, rows = 4, (0, 5, 0), (6, 3, 2)
+    starts = torch.tensor([0, 6, 9, 11], dtype=torch.int32)
+    tables = torch.tensor([[1, 2, 0], [3, 4, 5], [6, 0, 0]], dtype=torch.int32)
+    positions = torch.cat([torch.arange(c, c + r) for c, r in zip(computed, rows, strict=True)])
+    batch = PackedBatch(
+        token_ids=torch.zeros(12, dtype=torch.int64),  # one row is padding
+        positions=torch.cat([positions, torch.zeros(1, dtype=torch.int64)]),
+        slot_mapping=torch.zeros(12, dtype=torch.int64),
+        cu_seqlens=starts,
+        seq_lens=torch.tensor([c + r for c, r in zip(computed, rows, strict=True)], dtype=torch.int32),
+        block_tables=tables,
+        logits_rows=torch.zeros(1, dtype=torch.int64),
+        max_query_len=6,
+        max_seq_len=12,
+    )
+    back = moved_back(batch, by, block_size)
+    for b, (before, count) in enumerate(zip(computed, rows, strict=True)):
+        first = int(starts[b])
+        live = [p - by for p in range(before, before + count) if p >= by]
+        assert back.batch.positions[first : first + len(live)].tolist() == live
+        assert back.positions[first : first + len(live)].tolist() == [p + by for p in live]
+        source = back.rows[first : first + len(live)]
+        assert positions[source].tolist() == [p + by for p in live]
+        slots = [int(tables[b, p // block_size]) * block_size + p % block_size for p in live]
+        assert back.batch.slot_mapping[first : first + count].tolist() == slots + [0] * (count - len(live))
+        if live:
+            assert int(back.batch.seq_lens[b]) - count == live[0], "the first row's position, as attention counts it"
+    assert int(back.batch.slot_mapping[11]) == 0

@@ -1,0 +1,53 @@
+"""Multi-token prediction trained by self-feeding: the weights of its steps, and targets whose law is known."""
+
+import pytest
+import torch
+
+from spectrain.heads.base import HeadError
+from spectrain.heads.mtp import MtpConfig
+from spectrain.tests.fresh import loud_head
+from spectrain.tests.train.texts import cross_entropy, unshifted
+from spectrain.tests.train.toys import MK, Document, law_target, mk_windows, on_final, pack, share, tiny_facts, train
+from spectrain.train import alignment
+from spectrain.train.objectives.base import LossOutput
+from spectrain.train.objectives.mtp import MtpObjective, MtpSettings
+
+FLOOR, TWO_AWAY = 0.766596, 0.945307
+SHALLOW = {"hidden_size": 8, "intermediate_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
+
+
+def config(**settings: object) -> MtpConfig:
+    return MtpConfig.derive(tiny_facts(vocab=3, hidden=8), {**SHALLOW, **settings})
+
+
+def learn(rows: list[list[Document]], train_steps: int, steps: int, lr: float = 3e-2, **settings: object) -> LossOutput:
+    target, shape = law_target(MK, 8), config(**settings)
+    objective = MtpObjective(shape, MtpSettings(steps=steps, loss="kl"))
+    rows = [[on_final(d) if d.aux.any() else d._replace(aux=d.aux[:, :1]) for d in row] for row in rows]
+    return train(objective, loud_head(shape, target), target, pack(rows, target, steps), train_steps, lr)
+
+
+def test_steps_weigh_what_was_published():
+    weights = MtpObjective(config(), MtpSettings()).term_weights(torch.ones(3))
+    assert weights.tolist() == pytest.approx([0.5102, 0.3061, 0.1837], abs=1e-4)
+    assert MtpSettings().loss == "ce"
+    halves = MtpObjective(config(), MtpSettings()).term_weights(torch.full((3,), 2.0))
+    torch.testing.assert_close(halves, weights / 2)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2], ids=["one layer", "a layer for each of two steps"])
+def test_every_step_converges_to_the_entropy_of_the_chain_and_never_below(num_layers: int):
+    output = learn(mk_windows(5, 8)[::3], 250, 3, 1e-2, num_layers=num_layers)
+    assert share(output, "entropy_0") == pytest.approx(FLOOR, abs=1e-5)
+    for step in range(3):
+        assert FLOOR - 1e-5 < cross_entropy(output, step) < FLOOR + 6e-3
+
+
+def test_an_unshifted_token_stops_at_the_entropy_two_tokens_away(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(alignment, "input_tokens", unshifted)
+    assert cross_entropy(learn(mk_windows(3, 8), 70, 1)) == pytest.approx(TWO_AWAY, abs=2e-3)
+
+
+def test_layers_with_output_matrices_of_their_own_are_not_trained():
+    with pytest.raises(HeadError, match="step3p5's, each with an output matrix of its own"):
+        MtpObjective(config(layout="step3p5"), MtpSettings())
