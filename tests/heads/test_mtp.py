@@ -1,15 +1,22 @@
 """MTP layers read from a checkpoint: every family's step is what an independent computation of it gives."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
 
-from spectrain.heads.base import DraftRows, TargetFacts
+from spectrain.heads.base import DraftRows, HeadError, TargetFacts
 from spectrain.heads.model_folder import Checkpoint
 from spectrain.heads.mtp import MtpConfig, MtpHead
-from spectrain.tests.mtp_families import FAMILIES, LAYERS, H, draw, write_checkpoint
+from spectrain.heads.target_tensors import FinalNorm, TargetTensors
+from spectrain.tests.models import own_generator, randomise
+from spectrain.tests.mtp_families import BASE, FAMILIES, LAYERS, H, draw, write_checkpoint
 
 FACTS = TargetFacts(
     model_type="any",
@@ -65,3 +72,92 @@ def test_step_is_the_familys(name: str, tmp_path: Path):
         torch.testing.assert_close(output.logits_states[0], expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(output.feedback[0], theirs, atol=1e-5, rtol=1e-5)
         ours = output.feedback[0]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+@torch.no_grad()
+def test_logits_are_those_of_the_librarys_own_mtp_model(name: str, tmp_path: Path):
+    """Which reads the same files by itself; two layers, the second fed by the first."""
+    family, seq = FAMILIES[name], 12
+    head = read(write_checkpoint(tmp_path, family, draw(family.shapes)))
+    config = AutoConfig.from_pretrained(tmp_path)
+    with own_generator(0):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    randomise(model, 0)
+    model.config.name_or_path, model.config.dtype = str(tmp_path), torch.float32
+    # by itself the library looks for the layer numbers of the published depth
+    model._keys_to_ignore_on_load_unexpected = [rf"model.layers.[{LAYERS}{LAYERS + 1}]."]
+    oracle = MtpModel.from_pretrained(model).eval()
+    tokens = torch.randint(3, 97, (1, seq + 3), generator=torch.Generator().manual_seed(1))
+    theirs = ours = model(input_ids=tokens[:, :seq], output_hidden_states=True).hidden_states[-1]
+    cache = MtpCache(config=model.config.get_mtp_config())
+    target = target_tensors(model)
+    for step in range(2):
+        following, positions = tokens[:, 1 + step : 1 + step + seq], torch.arange(seq)[None] + step
+        theirs = oracle.forward_layer(step, theirs, positions + 1, cache, input_ids=following)
+        output = head(DraftRows(head.embed(following, target), ours, positions, step), causal)
+        expected = oracle._project_to_logits(theirs)
+        torch.testing.assert_close(head.logits(output.logits_states, target, step), expected, atol=1e-5, rtol=1e-5)
+        ours = output.feedback
+
+
+def target_tensors(model: PreTrainedModel) -> TargetTensors:
+    embed, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    norm = FinalNorm("rms", model.get_decoder().norm.weight, None, model.config.rms_norm_eps)
+    return TargetTensors(embed, head, None, norm)
+
+
+def test_experts_may_lie_in_one_tensor_or_each_in_its_own(tmp_path: Path):
+    family = FAMILIES["qwen3_5_moe"]
+    tensors = draw(family.shapes)
+    single = read(write_checkpoint(tmp_path / "single", family, tensors))
+    fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in ("mtp.layers.0", "mtp.layers.1"):
+        parts = {
+            kind: torch.stack([tensors[f"{layer}.mlp.experts.{e}.{kind}_proj.weight"] for e in range(4)])
+            for kind in ("gate", "up", "down")
+        }
+        fused[f"{layer}.mlp.experts.gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], dim=1)
+        fused[f"{layer}.mlp.experts.down_proj"] = parts["down"]
+    whole = read(write_checkpoint(tmp_path / "fused", family, fused))
+    for (name, one), other in zip(single.named_parameters(), whole.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    assert single.state_dict().keys() == tensors.keys() and whole.state_dict().keys() == fused.keys()
+    for name, tensor in single.state_dict().items():
+        assert torch.equal(tensor, tensors[name]), name
+
+
+def test_what_layers_share_is_one(tmp_path: Path):
+    family = FAMILIES["qwen3_5_moe"]
+    head = read(write_checkpoint(tmp_path, family, draw(family.shapes)))
+    assert head.layers[0].projection is head.layers[1].projection
+    assert head.layers[0].blocks[0] is not head.layers[1].blocks[0]
+
+
+def test_buffers_keep_their_type_in_half_precision(tmp_path: Path):
+    family = FAMILIES["deepseek_v3"]
+    tensors = draw(family.shapes)
+    head = read(write_checkpoint(tmp_path, family, tensors)).to(torch.bfloat16)
+    gate = head.layers[0].blocks[0].mlp.gate
+    bias = tensors[f"model.layers.{LAYERS}.mlp.gate.e_score_correction_bias"]
+    assert head.dtype == torch.bfloat16 and torch.equal(gate.e_score_correction_bias, bias)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_ids": (1,)}, "state after the target's last layer, id 4"),
+        ({"draft_vocab_size": 50}, "drafts over all 97 tokens"),
+        ({"layout": "none"}, "head.layout must be one of llama, deepseek_v3"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(changes: dict[str, object], message: str):
+    with pytest.raises(HeadError, match=message):
+        MtpConfig.derive(FACTS, changes)
+
+
+def test_a_family_without_mtp_layers_is_named(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({**BASE, "model_type": "llama"}))
+    save_file({"model.layers.0.input_layernorm.weight": torch.ones(H)}, tmp_path / "model.safetensors")
+    with pytest.raises(HeadError, match="no MTP layers are known for models of type 'llama'"):
+        MtpConfig.derive_from(FACTS, {}, Checkpoint(tmp_path))

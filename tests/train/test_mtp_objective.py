@@ -37,10 +37,11 @@ def test_steps_weigh_what_was_published():
 
 @pytest.mark.parametrize("num_layers", [1, 2], ids=["one layer", "a layer for each of two steps"])
 def test_every_step_converges_to_the_entropy_of_the_chain_and_never_below(num_layers: int):
-    output = learn(mk_windows(5, 8)[::3], 250, 3, 1e-2, num_layers=num_layers)
+    output = learn(mk_windows(5, 8)[::3], 150, 3, 2e-2, num_layers=num_layers)
     assert share(output, "entropy_0") == pytest.approx(FLOOR, abs=1e-5)
-    for step in range(3):
-        assert FLOOR - 1e-5 < cross_entropy(output, step) < FLOOR + 6e-3
+    assert FLOOR - 1e-5 < cross_entropy(output) < FLOOR + 3e-3
+    for step in range(3):  # what is above the entropy of the contexts at that step
+        assert -1e-6 < share(output, f"loss_{step}") < 3e-3
 
 
 def test_an_unshifted_token_stops_at_the_entropy_two_tokens_away(monkeypatch: pytest.MonkeyPatch):
