@@ -6,7 +6,7 @@ returns, normed, gives the draft's logits and is the next draft's state. Of seve
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +116,9 @@ class MtpConfig(DecoderConfig):
 class MtpLayer(nn.Module):
     """Two halves, a projection, the family's decoder layer, a norm; and an output matrix where the family has one."""
 
+    final_norm: nn.Module
+    head: nn.Linear
+
     def __init__(self, layout: MtpLayout, config: Any, hidden: int, vocab: int, first: int) -> None:
         super().__init__()
         norm, eps = library_class(layout, "RMSNorm"), norm_eps(config)
@@ -125,7 +128,7 @@ class MtpLayer(nn.Module):
         self.first = first  # the number of the first block in the config
         self.blocks = nn.ModuleList(new_block(layout, config, first + b) for b in range(len(layout.blocks)))
         if layout.head is not None:
-            self.head = on_nothing(nn.Linear, hidden, vocab, bias=False)
+            self.head = cast(nn.Linear, on_nothing(nn.Linear, hidden, vocab, bias=False))
 
     def halves(self, embeds: Tensor, states: Tensor) -> Tensor:
         """What goes into the first block [..., hidden]."""
@@ -153,13 +156,13 @@ class MtpHead(DecoderHead):
                     setattr(layer, name, getattr(self.layers[0], name))
         self._rotary = Rotary(layout, built)
         self._call = AttentionCall()
-        blocks = [block for layer in self.layers for block in layer.blocks]
+        blocks = [block for layer in self.each() for block in layer.blocks]
         self._key_shapes = tuple(number_attention(blocks, first, hidden, self._rotary, self._call))
         self.names = Names(layout, config.prefix, config.target.num_layers, config.fused_experts)
         self.register_state_dict_post_hook(_to_checkpoint)
         self.register_load_state_dict_pre_hook(_from_checkpoint)
         if layout.raw_states:  # the norm is the target's own
-            self.layers[0].final_norm.requires_grad_(False)
+            self.of_step(0).final_norm.requires_grad_(False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Buffers keep their type: a router's correction of its scores is not meant to be rounded."""
@@ -171,12 +174,20 @@ class MtpHead(DecoderHead):
             setattr(module, leaf, buffer.to(getattr(module, leaf).device))
         return self
 
+    def each(self) -> list[MtpLayer]:
+        """The layers in the order of the drafts they make."""
+        return cast(list[MtpLayer], list(self.layers))
+
+    def of_step(self, step: int) -> MtpLayer:
+        """The layer that makes draft `step`."""
+        return self.each()[step % len(self.layers)]
+
     def key_shapes(self) -> tuple[KeyShape, ...]:
         return self._key_shapes
 
     def forward(self, rows: DraftRows, attend: Attend) -> DraftOutput:
         """One step over rows [num_tokens] or [batch, seq], of the layer whose turn it is."""
-        layer = self.layers[rows.step % len(self.layers)]
+        layer = self.of_step(rows.step)
         x, positions = layer.halves(rows.token_embeds, rows.states), rows.positions
         flat = x.dim() == 2
         if flat:
@@ -199,7 +210,7 @@ class MtpHead(DecoderHead):
         """The target's matrix [vocab, hidden], or that of the layer which makes draft `step`."""
         if self.layout.head is None:
             return target.lm_head
-        return self.layers[step % len(self.layers)].head.weight
+        return self.of_step(step).head.weight
 
     def logits(self, logits_states: Tensor, target: TargetTensors, step: int = 0) -> Tensor:
         return nn.functional.linear(logits_states, self.output_weight(target, step).to(logits_states.dtype)).float()
@@ -218,8 +229,8 @@ class MtpHead(DecoderHead):
                 else:
                     tensor.fill_(1.0 if name.endswith("norm.weight") else 0.0)
             if self.config.layout == FRESH and target.norm.kind == "rms" and target.norm.weight is not None:
-                for layer in self.layers:
-                    layer.final_norm.weight.copy_(target.norm.weight)
+                for layer in self.each():
+                    cast(Tensor, layer.final_norm.weight).copy_(target.norm.weight)
 
     def start_from(self, model: Checkpoint) -> None:
         """Takes the layers of a checkpoint; raises HeadError naming the first tensor that is not there or not plain."""

@@ -111,10 +111,7 @@ class Rotary:
 
 
 class PreNormBlock(nn.Module):
-    """A decoder layer of a family whose own layers are of another build: attention and a dense MLP, each normed before.
-
-    Its attention and its MLP are the family's.
-    """
+    """A decoder layer of a family whose own layers are of another build, around its attention and its dense MLP."""
 
     def __init__(self, layout: MtpLayout, config: Any, index: int) -> None:
         super().__init__()
@@ -128,10 +125,29 @@ class PreNormBlock(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class SandwichBlock(nn.Module):
+    """A decoder layer with a norm before and behind each of its halves, around the family's attention and experts."""
+
+    def __init__(self, layout: MtpLayout, config: Any, index: int) -> None:
+        super().__init__()
+        norm, hidden, eps = library_class(layout, "RMSNorm"), config.hidden_size, norm_eps(config)
+        self.input_layernorm, self.post_attention_layernorm = norm(hidden, eps=eps), norm(hidden, eps=eps)
+        self.pre_mlp_layernorm, self.post_mlp_layernorm = norm(hidden, eps=eps), norm(hidden, eps=eps)
+        self.self_attn = library_class(layout, "Attention")(config, index)
+        self.mlp = library_class(layout, "MoE")(config)
+
+    def forward(self, x: Tensor, **passed: Any) -> Tensor:
+        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), **passed)[0])
+        return x + self.post_mlp_layernorm(self.mlp(self.pre_mlp_layernorm(x)))
+
+
+OWN_BLOCKS: dict[str, type[nn.Module]] = {kind.__name__: kind for kind in (PreNormBlock, SandwichBlock)}
+
+
 def new_block(layout: MtpLayout, config: Any, index: int) -> nn.Module:
     """Block `index` of all MTP layers, its parameters NaN."""
-    if layout.block_class == PreNormBlock.__name__:
-        return on_nothing(PreNormBlock, layout, config, index)
+    if layout.block_class in OWN_BLOCKS:
+        return on_nothing(OWN_BLOCKS[layout.block_class], layout, config, index)
     return on_nothing(library_class(layout, layout.block_class), config, index)
 
 
@@ -201,8 +217,7 @@ def _attention_forward(
         q = q * (scaling / plain)  # `attend` divides by the root of the width
     if call.flat:
         q, k, v = q[0], k[0], v[0]
-    extras = {} if sliding_window is None else {"window": sliding_window}
-    if s_aux is not None:
-        extras["sinks"] = s_aux
+    given = {"window": sliding_window, "sinks": s_aux}
+    extras = {name: value for name, value in given.items() if value is not None}
     out = call.attend(getattr(module, NUMBER), q, k, v, **extras)
     return (out[None] if call.flat else out), None

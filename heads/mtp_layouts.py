@@ -62,6 +62,21 @@ FRESH = "llama"
 LAYOUTS: dict[str, MtpLayout] = {
     FRESH: MtpLayout(model_types=(), library="llama:Llama", **_DEEPSEEK),
     "deepseek_v3": MtpLayout(model_types=("deepseek_v3",), library="deepseek_v3:DeepseekV3", set=_SPARSE, **_DEEPSEEK),
+    # on texts that its indexer leaves whole its layers are DeepSeek V3's
+    "deepseek_v32": MtpLayout(
+        model_types=("deepseek_v32", "glm_moe_dsa"),
+        library="deepseek_v3:DeepseekV3",
+        set=_SPARSE,
+        refused="an indexer chooses the keys that a row sees, which our cache does not serve",
+        **_DEEPSEEK,
+    ),
+    "openpangu": MtpLayout(
+        model_types=("pangu_ultra_moe",),
+        library="deepseek_v3:DeepseekV3",
+        block_class="SandwichBlock",
+        refused="transformers builds no openPangu target",
+        **_DEEPSEEK,
+    ),
     "glm4_moe": MtpLayout(model_types=("glm4_moe",), library="glm4_moe:Glm4Moe", set=_SPARSE, **_DEEPSEEK),
     "glm4_moe_lite": MtpLayout(
         model_types=("glm4_moe_lite",),

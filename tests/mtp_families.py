@@ -162,6 +162,14 @@ SOFTMAX_EXPERTS = {
 }
 
 
+def _indexer(name: str) -> Shapes:
+    return {
+        f"{name}.indexer.wq_b.weight": (2 * 16, 24),
+        f"{name}.indexer.wk.weight": (16, H),
+        f"{name}.indexer.weights_proj.weight": (2, H),
+    }
+
+
 def _mimo() -> Shapes:
     name = "model.mtp_layers.0"
     own = norms(name, "token_layernorm", "hidden_layernorm", "final_layernorm") | {
@@ -259,6 +267,25 @@ FAMILIES: dict[str, Family] = {
         _DEEPSEEK_V3,
         deepseek(lambda n: pre_norm(n, mla(f"{n}.self_attn"), sigmoid_experts(f"{n}.mlp"))),
         reference.deepseek_v3,
+        layers=2,
+    ),
+    "deepseek_v32": Family(
+        {**_DEEPSEEK_V3, "model_type": "deepseek_v32", "index_topk": 64, "index_n_heads": 2, "index_head_dim": 16},
+        deepseek(
+            lambda n: pre_norm(n, mla(f"{n}.self_attn") | _indexer(f"{n}.self_attn"), sigmoid_experts(f"{n}.mlp"))
+        ),
+        reference.deepseek_v3,
+        layers=2,
+    ),
+    "openpangu": Family(
+        {**_DEEPSEEK_V3, "model_type": "pangu_ultra_moe", "sandwich_norm": True},
+        deepseek(
+            lambda n: (
+                pre_norm(n, mla(f"{n}.self_attn"), sigmoid_experts(f"{n}.mlp"))
+                | norms(n, "pre_mlp_layernorm", "post_mlp_layernorm")
+            )
+        ),
+        reference.openpangu,
         layers=2,
     ),
     "glm4_moe": Family(

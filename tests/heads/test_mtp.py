@@ -14,6 +14,7 @@ from transformers.modeling_layers import MtpModel
 from spectrain.heads.base import DraftRows, HeadError, TargetFacts
 from spectrain.heads.model_folder import Checkpoint
 from spectrain.heads.mtp import MtpConfig, MtpHead
+from spectrain.heads.mtp_layouts import LAYOUTS
 from spectrain.heads.target_tensors import FinalNorm, TargetTensors
 from spectrain.tests.models import own_generator, randomise
 from spectrain.tests.mtp_families import BASE, FAMILIES, LAYERS, H, draw, write_checkpoint
@@ -161,3 +162,10 @@ def test_a_family_without_mtp_layers_is_named(tmp_path: Path):
     save_file({"model.layers.0.input_layernorm.weight": torch.ones(H)}, tmp_path / "model.safetensors")
     with pytest.raises(HeadError, match="no MTP layers are known for models of type 'llama'"):
         MtpConfig.derive_from(FACTS, {}, Checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "openpangu"])
+def test_layers_the_engine_cannot_run_say_why(name: str, tmp_path: Path):
+    family = FAMILIES[name]
+    config = MtpConfig.derive_from(FACTS, {}, Checkpoint(write_checkpoint(tmp_path, family, draw(family.shapes))))
+    assert config.refused == LAYOUTS[name].refused is not None

@@ -154,6 +154,19 @@ def deepseek_v3(t: Tensors, c: dict[str, Any], e: Tensor, h: Tensor, i: int) -> 
     return out, out
 
 
+def openpangu(t: Tensors, c: dict[str, Any], e: Tensor, h: Tensor, i: int) -> Result:
+    name, eps = f"model.layers.{c['num_hidden_layers'] + i}", c["rms_norm_eps"]
+    x = join(t, deepseek_parts(name), e, h, eps)
+
+    def norm(kind: str, y: Tensor) -> Tensor:
+        return rms(y, t[f"{name}.{kind}_layernorm.weight"], eps)
+
+    x = x + norm("post_attention", mla(t, f"{name}.self_attn", norm("input", x), c))
+    x = x + norm("post_mlp", shared_experts(t, f"{name}.mlp", norm("pre_mlp", x), c))
+    out = rms(x, t[f"{name}.shared_head.norm.weight"], eps)
+    return out, out
+
+
 def glm4_moe(t: Tensors, c: dict[str, Any], e: Tensor, h: Tensor, i: int) -> Result:
     name, eps = f"model.layers.{c['num_hidden_layers'] + i}", c["rms_norm_eps"]
     half = c["head_dim"] // 2
