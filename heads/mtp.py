@@ -174,6 +174,11 @@ class MtpHead(DecoderHead):
             setattr(module, leaf, buffer.to(getattr(module, leaf).device))
         return self
 
+    @property
+    def limited(self) -> bool:
+        """Whether a layer has a window or sinks."""
+        return self._call.limited
+
     def each(self) -> list[MtpLayer]:
         """The layers in the order of the drafts they make."""
         return cast(list[MtpLayer], list(self.layers))

@@ -30,6 +30,7 @@ class AttentionCall:
 
     attend: Attend | None = None
     flat: bool = False  # rows come as [num_tokens], which the library sees as a batch of one
+    limited: bool = False  # whether a layer has a window or sinks, which training's attention knows nothing of
 
 
 def library_class(layout: MtpLayout, kind: str) -> Any:
@@ -177,7 +178,8 @@ class _Seen(Exception):
 
 
 def _probe(block: nn.Module, x: Tensor, rotation: Any, positions: Tensor, call: AttentionCall) -> KeyShape:
-    def see(number: int, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    def see(number: int, q: Tensor, k: Tensor, v: Tensor, **extras: Any) -> Tensor:
+        call.limited |= bool(extras)
         raise _Seen(KeyShape(k.shape[-2], k.shape[-1], v.shape[-1]))
 
     call.attend, call.flat = see, True

@@ -296,7 +296,7 @@ def parsed(names: str | None, *overrides: str, seeds: tuple[int, ...] = (0,), se
 def test_heads_by_name() -> None:
     heads = {head.label: head for head in parsed(None)}
     assert set(heads) == {
-        "eagle", "eagle3", "medusa", "mlp_speculator", "dflash", "dspark", "pard", "peagle", "draft_model",
+        "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "dflash", "dspark", "pard", "peagle", "draft_model",
     }  # fmt: skip
     assert {label for label, head in heads.items() if head.drafts_in_one_pass} == {"dflash", "dspark", "pard", "peagle"}
     assert {label for label, head in heads.items() if head.needs_model} == {"pard", "draft_model"}

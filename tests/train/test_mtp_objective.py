@@ -1,13 +1,30 @@
 """Multi-token prediction trained by self-feeding: the weights of its steps, and targets whose law is known."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
 from spectrain.heads.base import HeadError
-from spectrain.heads.mtp import MtpConfig
+from spectrain.heads.model_folder import Checkpoint
+from spectrain.heads.mtp import MtpConfig, MtpHead
 from spectrain.tests.fresh import loud_head
+from spectrain.tests.mtp_families import FAMILIES, draw, write_checkpoint
 from spectrain.tests.train.texts import cross_entropy, unshifted
-from spectrain.tests.train.toys import MK, Document, law_target, mk_windows, on_final, pack, share, tiny_facts, train
+from spectrain.tests.train.toys import (
+    MK,
+    Document,
+    law_target,
+    mk_windows,
+    on_final,
+    pack,
+    random_document,
+    random_target,
+    share,
+    tiny_facts,
+    train,
+)
 from spectrain.train import alignment
 from spectrain.train.objectives.base import LossOutput
 from spectrain.train.objectives.mtp import MtpObjective, MtpSettings
@@ -52,3 +69,15 @@ def test_an_unshifted_token_stops_at_the_entropy_two_tokens_away(monkeypatch: py
 def test_layers_with_output_matrices_of_their_own_are_not_trained():
     with pytest.raises(HeadError, match="step3p5's, each with an output matrix of its own"):
         MtpObjective(config(layout="step3p5"), MtpSettings())
+
+
+def test_windowed_layers_are_not_trained(tmp_path: Path):
+    family = FAMILIES["mimo_v2"]
+    found = Checkpoint(write_checkpoint(tmp_path, family, draw(family.shapes)))
+    facts = replace(tiny_facts(vocab=97, hidden=32), num_layers=4)
+    head = MtpHead(MtpConfig.derive_from(facts, {}, found))
+    head.start_from(found)
+    target = random_target(97, 32)
+    document = on_final(random_document(8, 97, 32, torch.Generator().manual_seed(0)))
+    with pytest.raises(HeadError, match="mimo_v2's, with a window or attention sinks, cannot be trained"):
+        MtpObjective(head.config, MtpSettings())(head, target, pack([[document]], target, 3))

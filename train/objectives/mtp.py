@@ -7,14 +7,17 @@ As EAGLE-3's training-time test, with weights that add up to one:
 decay 0.6 and three steps give 0.51, 0.31 and 0.18.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ...heads.base import HeadError
-from ...heads.mtp import MtpConfig
+from ...heads.base import DraftHead, HeadError
+from ...heads.mtp import MtpConfig, MtpHead
 from ...heads.mtp_layouts import LAYOUTS
+from ...heads.target_tensors import TargetTensors
+from ..batch import TrainBatch
 from ..losses import LossKind
 from .eagle3 import Eagle3Objective, Eagle3Settings
 
@@ -38,6 +41,15 @@ class MtpObjective(Eagle3Objective):
                 f"fresh one by `fit --recipe mtp` without --model"
             )
         self.config, self.settings = config, settings
+
+    def unroll(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, per_step: Sequence[Tensor]) -> Tensor:
+        """Raises HeadError for layers whose attention has a window or sinks."""
+        if isinstance(head, MtpHead) and head.limited:
+            raise HeadError(
+                f"MTP layers like {self.config.layout}'s, with a window or attention sinks, cannot be trained; train a "
+                f"fresh one by `fit --recipe mtp` without --model"
+            )
+        return super().unroll(head, target, batch, per_step)
 
     def term_weights(self, denominators: Tensor) -> Tensor:
         decay = self.settings.step_decay ** torch.arange(self.num_terms, device=denominators.device)
