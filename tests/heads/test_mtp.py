@@ -7,10 +7,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
+from spectrain.heads import mtp_block
 from spectrain.heads.base import DraftRows, HeadError, TargetFacts
 from spectrain.heads.model_folder import Checkpoint
 from spectrain.heads.mtp import MtpConfig, MtpHead
@@ -106,6 +108,20 @@ def target_tensors(model: PreTrainedModel) -> TargetTensors:
     embed, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     norm = FinalNorm("rms", model.get_decoder().norm.weight, None, model.config.rms_norm_eps)
     return TargetTensors(embed, head, None, norm)
+
+
+@pytest.mark.parametrize("scaling", [None, 0.11])
+def test_a_familys_own_scale_of_scores_is_kept(scaling: float | None):
+    """`attend` divides by the root of the width whatever the family does."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 5, 8, generator=generator) for heads in (4, 2, 2))
+    module = torch.nn.Module()
+    setattr(module, mtp_block.CALL, mtp_block.AttentionCall(attend=causal))
+    setattr(module, mtp_block.NUMBER, 0)
+    out, _ = mtp_block._attention_forward(module, q, k, v, scaling=scaling)
+    k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    expected = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
 def test_experts_may_lie_in_one_tensor_or_each_in_its_own(tmp_path: Path):
