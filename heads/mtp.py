@@ -25,7 +25,7 @@ from .mtp_block import (
     on_nothing,
     run_block,
 )
-from .mtp_layouts import FRESH, LAYOUTS, MtpLayout, layout_of
+from .mtp_layouts import FRESH, LAYOUTS, UNKNOWN, MtpLayout, layout_of
 from .mtp_names import Names
 from .target_tensors import TargetTensors
 
@@ -72,6 +72,12 @@ class MtpConfig(DecoderConfig):
     def derive_from(cls, target: TargetFacts, settings: Mapping[str, Any], model: Checkpoint) -> Self:
         """The layers a checkpoint holds; raises HeadError where it holds none, or is of a family we do not know."""
         name = layout_of(model.model_types)
+        other = next((kind for kind in model.model_types if kind in UNKNOWN), None)
+        if other is not None:
+            raise HeadError(
+                f"the MTP layers of {model.name} ({other}) cannot be run: {UNKNOWN[other]}; train a fresh one by `fit "
+                f"--recipe mtp` without --model"
+            )
         if name is None:
             raise HeadError(
                 f"no MTP layers are known for models of type {model.model_types[0]!r} ({model.name}); train a fresh "

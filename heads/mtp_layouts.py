@@ -189,6 +189,12 @@ LAYOUTS: dict[str, MtpLayout] = {
 }
 
 
+UNKNOWN: dict[str, str] = {
+    "deepseek_v4": "its layers read and write several streams of states at once, before they are made one",
+}
+"""Model types whose MTP layers are of another build than the table's, and what it is."""
+
+
 def layout_of(model_types: Sequence[str]) -> str | None:
     """The name of the layout that serves one of these model types; None where none does."""
     return next((n for m in model_types for n, layout in LAYOUTS.items() if m in layout.model_types), None)

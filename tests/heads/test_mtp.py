@@ -18,7 +18,7 @@ from spectrain.heads.model_folder import Checkpoint
 from spectrain.heads.mtp import MtpConfig, MtpHead
 from spectrain.heads.mtp_layouts import LAYOUTS
 from spectrain.heads.target_tensors import FinalNorm, TargetTensors
-from spectrain.tests.models import own_generator, randomise
+from spectrain.tests.models import lone_forward, own_generator, randomise
 from spectrain.tests.mtp_families import BASE, FAMILIES, LAYERS, H, draw, write_checkpoint
 
 FACTS = TargetFacts(
@@ -92,9 +92,10 @@ def test_logits_are_those_of_the_librarys_own_mtp_model(name: str, tmp_path: Pat
     model._keys_to_ignore_on_load_unexpected = [rf"model.layers.[{LAYERS}{LAYERS + 1}]."]
     oracle = MtpModel.from_pretrained(model).eval()
     tokens = torch.randint(3, 97, (1, seq + 3), generator=torch.Generator().manual_seed(1))
-    theirs = ours = model(input_ids=tokens[:, :seq], output_hidden_states=True).hidden_states[-1]
+    theirs = model(input_ids=tokens[:, :seq], output_hidden_states=True).hidden_states[-1]
     cache = MtpCache(config=model.config.get_mtp_config())
     target = target_tensors(model)
+    ours = head.combine(lone_forward(model, tokens[0, :seq])[1][-1][None, :, None], target)
     for step in range(2):
         following, positions = tokens[:, 1 + step : 1 + step + seq], torch.arange(seq)[None] + step
         theirs = oracle.forward_layer(step, theirs, positions + 1, cache, input_ids=following)
@@ -122,6 +123,18 @@ def test_a_familys_own_scale_of_scores_is_kept(scaling: float | None):
     k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
     expected = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
     torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+def test_ernie_is_given_the_state_before_the_targets_last_norm(tmp_path: Path):
+    """And the norm behind its layer is the target's own, which training leaves alone."""
+    family = FAMILIES["ernie4_5_moe"]
+    head = read(write_checkpoint(tmp_path, family, draw(family.shapes)))
+    states = torch.randn(3, 1, H, generator=torch.Generator().manual_seed(0))
+    target = TargetTensors(
+        torch.zeros(97, H), torch.zeros(97, H), None, FinalNorm("rms", torch.full((H,), 0.5), None, 1e-5)
+    )
+    assert torch.equal(head.combine(states, target), states[:, 0])
+    assert [name for name, p in head.named_parameters() if not p.requires_grad] == ["layers.0.final_norm.weight"]
 
 
 def test_experts_may_lie_in_one_tensor_or_each_in_its_own(tmp_path: Path):
@@ -173,10 +186,17 @@ def test_a_config_that_cannot_be_is_refused(changes: dict[str, object], message:
         MtpConfig.derive(FACTS, changes)
 
 
-def test_a_family_without_mtp_layers_is_named(tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps({**BASE, "model_type": "llama"}))
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("llama", "no MTP layers are known for models of type 'llama'"),
+        ("deepseek_v4", r"\(deepseek_v4\) cannot be run: its layers read and write several streams"),
+    ],
+)
+def test_a_family_without_layers_we_know_is_named(model_type: str, message: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({**BASE, "model_type": model_type}))
     save_file({"model.layers.0.input_layernorm.weight": torch.ones(H)}, tmp_path / "model.safetensors")
-    with pytest.raises(HeadError, match="no MTP layers are known for models of type 'llama'"):
+    with pytest.raises(HeadError, match=message):
         MtpConfig.derive_from(FACTS, {}, Checkpoint(tmp_path))
 
 

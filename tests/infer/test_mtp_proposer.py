@@ -11,8 +11,11 @@ from spectrain.heads.mtp import MtpConfig, MtpHead
 from spectrain.infer.batch import PackedBatch
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.proposers.mtp import moved_back
-from spectrain.tests.fresh import proposer_of
-from spectrain.tests.models import own_generator, randomise
+from spectrain.infer.sampling import SamplingParams
+from spectrain.infer.target import Target
+from spectrain.tests.fresh import loud_proposer, proposer_of
+from spectrain.tests.infer.proposers import keep_drafts
+from spectrain.tests.models import own_generator, rand_llama, randomise
 from spectrain.tests.mtp_families import FAMILIES, draw, write_checkpoint
 from spectrain.tests.steering import TOLERANCE, Steered, greedy_texts, trainer_logits
 
@@ -48,6 +51,25 @@ def test_every_draft_logit_of_the_engine_is_the_trainers(name: str, tmp_path: Pa
         for (request, row, draft), logits in steered.logits.items():
             torch.testing.assert_close(logits, expected[request][draft, row], atol=TOLERANCE, rtol=1e-4)
         assert len(steered.logits) > 40
+
+
+def test_a_cached_beginning_is_used_only_where_the_tokens_a_deeper_layer_read_are_the_same():
+    """Texts that part two tokens after a full block: the second layer's last row there is not the other text's."""
+    target = Target.from_model(rand_llama(max_position_embeddings=128))
+    shared = [5, 9, 31, 77, 12, 60, 44, 8]
+    texts = [[*shared, 20, 30, 41, 52], [*shared, 20, 33, 45, 56]]
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    seen = []
+    for cached in (False, True):
+        proposer = loud_proposer("mtp", target, 3, num_layers=3)
+        drafts = keep_drafts(proposer)
+        config = EngineConfig(num_draft_tokens=3, num_blocks=60, block_size=4, prefix_cache=cached)
+        engine = Engine(target, proposer, config)
+        for text in texts:
+            engine.generate([text], params)
+        assert engine.statistics.cached_prompt_tokens == (4 if cached else 0), "the second full block is not the same"
+        seen.append(drafts)
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("by", [1, 2, 3])
