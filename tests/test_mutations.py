@@ -1,9 +1,9 @@
 """Every alignment of every objective, moved by one in a copy of its source: a named test notices each time.
 
 A row of `TABLE` belongs to a recipe that stands for a head. Of each kind of alignment it says which shifts there are
-and which ordinary test fails on each, or why there is nothing to shift. `state` is the row a state is taken from, or that
-may be seen; `layer` is the layer it is taken from and, where draft steps have parameters of their own, the step; a `norm`
-is shifted by applying it once too often or too rarely.
+and which ordinary test fails on each, or why there is nothing to shift. `state` is the row a state is taken from, or
+that may be seen; `layer` is the layer it is taken from and, where draft steps have parameters of their own, the step; a
+`norm` is shifted by applying it once too often or too rarely.
 """
 
 import inspect
@@ -286,7 +286,7 @@ def test_every_recipe_has_a_row(recipe: str) -> None:
     head = load_recipe(recipe).origins["head.config"].removesuffix(".yaml")
     assert head in TABLE, (
         f"{recipe} trains the head of recipes/{head}.yaml, which has no row in TABLE of tests/test_mutations.py; say "
-        f" of each of {', '.join(KINDS)} which shifts which test notices, or why there is nothing to shift"
+        f"of each of {', '.join(KINDS)} which shifts which test notices, or why there is nothing to shift"
     )
     assert tuple(TABLE[head]) == KINDS and all(TABLE[head].values())
 
