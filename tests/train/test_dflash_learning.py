@@ -15,20 +15,17 @@ from spectrain.tests.train.texts import (
     CYCLE,
     ENTROPIES,
     FIB,
-    assert_nothing_was_known,
     blank,
     certain_law,
     cross_entropy,
     cycle_documents,
     fibonacci_documents,
-    learn_uniform,
     shortened,
     unshifted,
 )
-from spectrain.tests.train.toys import MK, Document, law_target, mk_windows, onehot_document, seeded, share, train
+from spectrain.tests.train.toys import MK, Document, law_target, mk_windows, share, train
 from spectrain.train import alignment, attention
 from spectrain.train.attention import BlockAttend
-from spectrain.train.batch import TrainBatch
 from spectrain.train.objectives.base import LossOutput, predicted_acceptance_length
 from spectrain.train.objectives.dflash import DFlashObjective, DFlashSettings
 
@@ -191,28 +188,3 @@ def test_confidence_weights_reach_the_same_optimum() -> None:
     output = learn_chain(4, 120, slot_weights="dpace")
     for draft, floor in enumerate((0.766596, 0.945307)):
         assert floor - 1e-4 < cross_entropy(output, draft) < floor + 1.5e-2
-
-
-@pytest.mark.parametrize("leak", [False, True])
-def test_uniform_tokens_cannot_be_predicted(leak: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh uniform tokens every step; the states at t name x_{t+1}, so one context row too many gives drafts away."""
-    if leak:
-        shift_context(monkeypatch, 1)
-    vocab = 6
-    target, config = law_target(certain_law(vocab + 1), 16), block_config(vocab=vocab + 1, hidden=16)
-    head = loud_head(config, target)
-    objective = DFlashObjective(config, DFlashSettings(slot_decay=50.0))
-
-    def draw(generator: torch.Generator, step: int) -> TrainBatch:
-        walks = torch.randint(0, vocab, (24, 9), generator=generator)
-        documents = [onehot_document(d[:-1], d[1:], hidden=16) for d in walks]
-        telling = [
-            d._replace(aux=torch.eye(16)[w[1:]][:, None].repeat(1, 3, 1)) for d, w in zip(documents, walks, strict=True)
-        ]
-        return seeded(block_batch([telling[:12], telling[12:]], target, config), step)
-
-    losses = learn_uniform(objective, head, target, draw, steps=80, lr=1e-2)
-    if leak:
-        assert losses[0] < math.log(vocab) - 0.5
-    else:
-        assert_nothing_was_known(losses, vocab)

@@ -14,7 +14,6 @@ from spectrain.tests.train.reference_decoder import teacher_forced
 from spectrain.tests.train.toys import (
     Document,
     counted,
-    gradients,
     pack,
     random_document,
     random_target,
@@ -279,24 +278,6 @@ def test_gradient_is_the_whole_derivative_through_every_earlier_step(supervised:
                 parameter.sub_(direction, alpha=sign * reach)
         numeric = (losses[0] - losses[1]) / (2 * reach)
         assert float((parameter.grad * direction).sum()) == pytest.approx(numeric, rel=5e-3)
-
-
-def test_bfloat16_shards_and_autocast_keep_a_float32_loss():
-    config, target = tiny_config(), random_target(16, 16)
-    head = loud_head(config, target)
-    objective = Eagle3Objective(config, Eagle3Settings(steps=3))
-    batch = pack([[random_document(20, 16, 16, torch.Generator().manual_seed(0))]], target, 3)
-    batch = counted(objective, head, batch)
-    wide = objective(head, target, batch).loss
-    assert batch.final_states is not None
-    low_batch = batch._replace(aux_states=batch.aux_states.bfloat16(), final_states=batch.final_states.bfloat16())
-    assert objective(head, target, low_batch).loss.dtype is torch.float32
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        low = objective(head, target.to("cpu", torch.bfloat16), low_batch).loss
-    assert low.dtype is torch.float32
-    torch.testing.assert_close(low, wide, rtol=5e-2, atol=0)
-    low.backward()
-    assert all(torch.isfinite(grad).all() and grad.dtype is torch.float32 for grad in gradients(head).values())
 
 
 def test_missing_last_state_and_bad_settings_are_refused():
