@@ -1,16 +1,17 @@
-"""DFlash trained on targets of known law, decoded by a drafter that shares no code with training."""
+"""DFlash and DSpark trained on targets of known law, decoded by drafters that share no code with training."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from spectrain.heads.dflash import DFlashHead
+from spectrain.heads.dflash import DFlashConfig, DFlashHead
 from spectrain.heads.target_tensors import TargetTensors
-from spectrain.tests.fresh import fresh_head, loud_head
-from spectrain.tests.train.blocks import BlockDrafter, block_batch, block_config
+from spectrain.tests.fresh import fresh_head, loud_head, objective_of
+from spectrain.tests.train.blocks import BlockDrafter, block_batch, block_config, drafter_of, spark_config
 from spectrain.tests.train.texts import (
     CYCLE,
     ENTROPIES,
@@ -34,15 +35,21 @@ INPUT_TOKENS, LABEL_TOKENS, LABEL_ROWS = alignment.input_tokens, alignment.label
 
 
 def fit(
-    documents: list[Document], vocab: int, steps: int, config: dict[str, Any] | None = None, **settings: Any
+    documents: list[Document],
+    vocab: int,
+    steps: int,
+    config: dict[str, Any] | None = None,
+    shape: Callable[..., DFlashConfig] = block_config,
+    **settings: Any,
 ) -> tuple[DFlashHead, TargetTensors, LossOutput]:
     """A head trained on the documents; ids 0..vocab-1 are text, id vocab is the mask token."""
     target = law_target(certain_law(vocab + 1), 16)
-    shape = {"block_size": DRAFTS + 1, **(config or {})}
-    head_config = block_config(vocab=vocab + 1, hidden=16, **shape)
+    block = DRAFTS if shape is spark_config else DRAFTS + 1
+    head_config = shape(vocab=vocab + 1, hidden=16, **{"block_size": block, **(config or {})})
     head = loud_head(head_config, target)
-    objective = DFlashObjective(head_config, DFlashSettings(slot_decay=50.0, **settings))
+    objective = objective_of(head_config, slot_decay=50.0, **settings)
     output = train(objective, head, target, block_batch([documents], target, head_config), steps, 1e-2)
+    assert isinstance(head, DFlashHead)
     return head, target, output
 
 
@@ -50,7 +57,7 @@ def acceptance_length(head: DFlashHead, target: TargetTensors, documents: list[D
     """Tokens of a first round whose drafts are compared with the text, the target's own output."""
     total = 0
     for document in documents:
-        drafts = BlockDrafter(head, target, document.aux).drafts(anchor, int(document.token_ids[anchor]))[:DRAFTS]
+        drafts = drafter_of(head, target, document.aux).drafts(anchor, int(document.token_ids[anchor]))[:DRAFTS]
         hits = [draft == int(document.token_ids[anchor + 1 + k]) for k, draft in enumerate(drafts)]
         total += next((k for k, hit in enumerate(hits) if not hit), len(hits))
     return 1 + total / len(documents)
@@ -62,6 +69,23 @@ def test_cycle_is_drafted_to_the_end(config: dict[str, Any]) -> None:
     head, target, output = fit(documents, CYCLE, 160, config)
     assert acceptance_length(head, target, documents) == DRAFTS + 1
     assert predicted_acceptance_length(output.metrics) == pytest.approx(DRAFTS + 1)
+
+
+def test_dspark_drafts_a_cycle_to_the_end() -> None:
+    documents = cycle_documents(9)
+    head, target, _ = fit(documents, CYCLE, 100, shape=spark_config)
+    assert acceptance_length(head, target, documents) == DRAFTS + 1
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+def test_dspark_with_previous_tokens_one_off_accepts_nothing_where_they_decide(
+    by: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anchors too; states are blank, and the served walk is right."""
+    monkeypatch.setattr(alignment, "input_tokens", lambda batch, step: (INPUT_TOKENS(batch, step) + by) % CYCLE)
+    documents = blank(cycle_documents(9))
+    head, target, _ = fit(documents, CYCLE, 60, shape=spark_config)
+    assert acceptance_length(head, target, documents) == 1
 
 
 @pytest.mark.parametrize(("by", "loss"), [(-1, "ce"), (1, "kl"), (1, "ce")])
@@ -106,6 +130,11 @@ def test_fibonacci_needs_the_anchor_and_the_state_before_it(fibonacci) -> None:
     head, target, output = fibonacci
     assert acceptance_length(head, target, fibonacci_documents(8)) == DRAFTS + 1
     assert predicted_acceptance_length(output.metrics) == pytest.approx(DRAFTS + 1)
+
+
+def test_dspark_drafts_fibonacci() -> None:
+    head, target, _ = fit(fibonacci_documents(8), FIB, 200, shape=spark_config)
+    assert acceptance_length(head, target, fibonacci_documents(8)) == DRAFTS + 1
 
 
 @pytest.mark.parametrize("by", [-1, 1])

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from spectrain.heads.base import HeadConfig
-from spectrain.heads.dspark import DSparkConfig
 from spectrain.heads.target_tensors import TargetTensors
 from spectrain.tests.fresh import loud_head, objective_of
 from spectrain.tests.language_models import draft_model_config
-from spectrain.tests.train.blocks import block_config
+from spectrain.tests.train.blocks import block_config, spark_config
 from spectrain.tests.train.invariance import assert_layout_changes_nothing, assert_no_rows_give_zeros
 from spectrain.tests.train.per_step import make_config
 from spectrain.tests.train.toys import (
@@ -32,7 +31,6 @@ from spectrain.train.objectives.supervision import SupervisedObjective
 from spectrain.train.settings import OptimizerSettings
 from spectrain.train.step import make_optimizer
 
-DSPARK = {"layer_ids": (2, 3, 4), "num_layers": 1, "block_size": 3, "mask_token_id": 15, "markov_rank": 4}
 CASES: dict[str, tuple[HeadConfig, dict[str, object]]] = {
     "eagle": (tiny_eagle_config(num_layers=2, fc_bias=True), {}),
     "eagle3": (tiny_config(num_layers=2, draft_vocab_size=11), {"steps": 4}),
@@ -45,8 +43,8 @@ CASES: dict[str, tuple[HeadConfig, dict[str, object]]] = {
     "mlp, tied": (make_config("mlp, tied"), {}),
     "dflash": (block_config(num_layers=2), {"anchors": 4}),
     "dflash, by confidence": (block_config(), {"anchors": 4, "slot_weights": "dpace"}),
-    "dspark": (DSparkConfig.derive(tiny_facts(), DSPARK), {"anchors": 4}),
-    "dspark without confidence": (DSparkConfig.derive(tiny_facts(), {**DSPARK, "confidence_head": False}), {}),
+    "dspark": (spark_config(), {"anchors": 4}),
+    "dspark without confidence": (spark_config(confidence_head=False), {}),
 }
 
 
