@@ -21,10 +21,11 @@ from spectrain.tests.train.texts import (
     cross_entropy,
     cycle_documents,
     fibonacci_documents,
+    overlap,
     shortened,
     unshifted,
 )
-from spectrain.tests.train.toys import MK, Document, law_target, mk_windows, share, train
+from spectrain.tests.train.toys import MK, MK_STATIONARY, Document, law_target, mk_windows, share, train
 from spectrain.train import alignment, attention
 from spectrain.train.attention import BlockAttend
 from spectrain.train.objectives.base import LossOutput, predicted_acceptance_length
@@ -189,10 +190,11 @@ def test_each_slot_converges_to_the_entropy_at_its_distance_and_never_below() ->
     output = learn_chain(4)
     for draft, floor in enumerate((0.766596, 0.945307)):
         assert floor - 1e-4 < cross_entropy(output, draft) < floor + 3e-3
+        assert share(output, f"alpha_{draft}") == pytest.approx(overlap(draft + 1), abs=2e-2)
+    assert overlap(2) == pytest.approx(0.767621, abs=1e-6)
     power, found = MK.clone(), []
-    stationary = torch.tensor([40.0, 35.0, 18.0]) / 93
     for _ in range(15):
-        found.append(float((stationary * -(power * power.log()).sum(-1)).sum()))
+        found.append(float((MK_STATIONARY * -(power * power.log()).sum(-1)).sum()))
         power = power @ MK
     assert found[:5] == pytest.approx(ENTROPIES, abs=1e-6)
     for slots, decay, expected in ((7, 4.0, 0.941931), (15, 7.0, 0.985428)):

@@ -17,6 +17,7 @@ from spectrain.tests.train.texts import (
     cross_entropy,
     cycle_documents,
     fibonacci_documents,
+    overlap,
 )
 from spectrain.tests.train.toys import MK, Document, law_target, mk_windows, share, tiny_config, train
 from spectrain.train import alignment
@@ -103,6 +104,7 @@ def test_each_step_of_a_parallel_draft_converges_to_its_own_entropy_and_never_be
     output = learn("pard", documents, MK, 50, 5e-2, steps=2, loss="kl")[2]
     for step, floor in enumerate(ENTROPIES[:2]):
         assert floor - 1e-4 < cross_entropy(output, step) < floor + 3e-3, step
+        assert share(output, f"alpha_{step}") == pytest.approx(overlap(step + 1), abs=2e-2)
 
 
 def test_a_draft_model_converges_to_the_entropy_of_the_chain():
@@ -110,4 +112,4 @@ def test_a_draft_model_converges_to_the_entropy_of_the_chain():
     documents = [d._replace(aux=d.aux[:, :0]) for d in windows]
     output = learn("draft_model", documents, MK, 70, 3e-2, loss="kl")[2]
     assert share(output, "entropy_0") == pytest.approx(0.766596, abs=1e-4)
-    assert -1e-6 < share(output, "loss_0") < 2e-3
+    assert -1e-6 < share(output, "loss_0") < 2e-3 and share(output, "alpha_0") > 0.98

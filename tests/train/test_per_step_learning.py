@@ -21,6 +21,7 @@ from spectrain.tests.train.texts import (
     cross_entropy,
     cycle_documents,
     fibonacci_documents,
+    overlap,
     shortened,
 )
 from spectrain.tests.train.toys import (
@@ -147,13 +148,14 @@ def test_medusa_heads_converge_to_the_entropy_two_and_three_tokens_on():
     output = learn_chain("medusa", 2)
     for step in range(2):
         assert -1e-4 < cross_entropy(output, step) - ENTROPIES[step + 1] < 2e-3
+        assert share(output, f"alpha_{step}") == pytest.approx(overlap(step + 2), abs=1e-2)
 
 
 def test_mlp_heads_converge_to_the_entropy_of_the_chain_at_every_step():
     output = learn_chain("mlp", 2)
     for step in range(2):
         assert share(output, f"entropy_{step}") == pytest.approx(ENTROPIES[0], abs=1e-4)
-        assert -1e-6 < share(output, f"loss_{step}") < 2e-3
+        assert -1e-6 < share(output, f"loss_{step}") < 2e-3 and share(output, f"alpha_{step}") > 0.98
 
 
 @pytest.mark.parametrize(("by", "floor"), [(-1, ENTROPIES[0]), (1, ENTROPIES[2])])

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spectrain.tests.train.toys import Document, onehot_document, share
+from spectrain.tests.train.toys import MK, MK_STATIONARY, Document, onehot_document, share
 from spectrain.train import alignment
 from spectrain.train.batch import TrainBatch
 from spectrain.train.objectives.base import LossOutput
@@ -13,6 +13,16 @@ from spectrain.train.objectives.base import LossOutput
 CYCLE, FIB = 11, 5
 ENTROPIES = (0.766596, 0.945307, 1.007871, 1.032148, 1.041904)
 """<H(P^k)>, k = 1..5, of the chain MK: what is left to guess of the token k places on."""
+
+
+def overlap(distance: int) -> float:
+    """How often the best guess of MK's token `distance` places on is accepted, all tokens up to it being the chain's.
+
+    The guess knows the token it starts from; the target's law is that behind the token just before.
+    """
+    guess, reached = (torch.linalg.matrix_power(MK, k) for k in (distance, distance - 1))
+    shared = torch.minimum(guess[:, None], MK[None]).sum(-1)  # [start, before]
+    return float((MK_STATIONARY[:, None] * reached * shared).sum())
 
 
 def certain_law(vocab: int) -> Tensor:
