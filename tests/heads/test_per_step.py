@@ -13,7 +13,8 @@ from spectrain.heads.medusa import MedusaConfig, MedusaHead
 from spectrain.heads.mlp_speculator import MLPSpeculatorConfig
 from spectrain.tests.fresh import fresh_head, loud_head
 from spectrain.tests.heads.published import LLAMA_7B
-from spectrain.tests.train.per_step import STYLES, make_config, normed
+from spectrain.tests.train.formulas import normed
+from spectrain.tests.train.per_step import STYLES, make_config
 from spectrain.tests.train.toys import random_target, tiny_config
 
 

@@ -75,7 +75,7 @@ def output_of(law: Tensor) -> Tensor:
 
 
 def perfect_head(recipe: str, target: Target) -> DraftHead:
-    """A head that makes the best of MK: Medusa knows the newest state, an MLP speculator the token before each draft."""
+    """A head that makes the best of MK: Medusa knows the newest state, an MLP speculator the token before a draft."""
     head = fresh_head(tiny_head_config(recipe, target.facts, num_heads=4), target.tensors())
     assert isinstance(head, PerStepHead)
     with torch.no_grad():

@@ -10,6 +10,7 @@ from spectrain.heads.dspark import DSparkConfig, DSparkHead
 from spectrain.heads.target_tensors import TargetTensors
 from spectrain.tests.fresh import fresh_head, loud_head
 from spectrain.tests.train.blocks import WalkingBlockDrafter, block_batch, spark_config
+from spectrain.tests.train.formulas import influences
 from spectrain.tests.train.texts import blank, cross_entropy
 from spectrain.tests.train.toys import (
     MK,
@@ -121,6 +122,15 @@ def test_a_slot_depends_on_the_token_before_it_and_no_later_one() -> None:
     losses.loss.backward()
     touched = head.markov_head.markov_w1.weight.grad.abs().sum(-1).nonzero().squeeze(1).tolist()
     assert touched == [1, 2, 3, 4, 5]  # anchors x_1..x_5 and the drafts before others; never a last label
+
+
+def test_only_the_table_of_counted_slots_can_change_the_loss() -> None:
+    """As of DFlash with hard and soft labels at once: the token before a slot is an anchor, or such a label itself."""
+    config, target = spark_config(), random_target(16, 16)
+    mask = torch.tensor([c == "1" for c in "00111011"])
+    document = random_document(8, 16, 16, torch.Generator().manual_seed(3))._replace(loss_mask=mask)
+    found = influences(DSparkObjective(config, DSparkSettings()), spark_head(config, target), target, document)
+    assert found == ({2, 3, 4, 6, 7}, {0, 1, 2, 3, 4, 5}, {2, 3, 6})
 
 
 def learn_chain(weight: float = 1.0) -> tuple:
