@@ -22,17 +22,6 @@ STYLES = {"as published": {}, "candidates": {"num_candidates": 5}, "behind the a
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    return Target.from_model(rand_llama(max_position_embeddings=128))
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (1, 3, 17, 26)]
-
-
-@pytest.fixture(scope="module")
 def plain(target, prompts) -> list[list[int]]:
     return [o.token_ids for o in Engine(target, NoneProposer(), CONFIG).generate(prompts, GREEDY)]
 
