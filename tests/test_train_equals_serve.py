@@ -15,7 +15,7 @@ from spectrain.heads.folder import load_head
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.proposers import lattice
 from spectrain.infer.sampling import SamplingParams
-from spectrain.tests.fresh import proposer_of
+from spectrain.tests.fresh import head_recipes, proposer_of
 from spectrain.tests.loop import extract_and_fit
 from spectrain.tests.models import rand_llama
 from spectrain.tests.steering import TOLERANCE, Steered, Texts, greedy_texts, trainer_logits
@@ -36,6 +36,10 @@ HEADS: dict[str, tuple[str, tuple[str, ...]]] = {
     "dspark": ("dspark", ()),
     "dflash, every flag": ("dflash", ("head.sample_from_anchor=true", "head.causal=true", "head.sliding_window=7")),
 }
+
+
+def test_every_head_is_here():
+    assert {recipe for recipe, _ in HEADS.values()} == set(head_recipes())
 
 
 @pytest.fixture(scope="module")

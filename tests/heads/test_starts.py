@@ -5,6 +5,7 @@ import torch
 
 from spectrain.heads.base import DraftHead, HeadConfig, HeadError, TargetFacts
 from spectrain.heads.dflash import DFlashConfig
+from spectrain.heads.draft_model import DraftModelConfig
 from spectrain.heads.dspark import DSparkConfig
 from spectrain.heads.eagle import EagleConfig
 from spectrain.heads.eagle3 import Eagle3Config
@@ -34,6 +35,13 @@ SIZES: dict[str, tuple[type[HeadConfig], TargetFacts, dict[str, object], int]] =
     "dflash": (DFlashConfig, QWEN3_4B, BLOCK, FIVE_LAYERS),
     "dspark": (DSparkConfig, QWEN3_4B, BLOCK, FIVE_LAYERS + 2 * 256 * 151936 + (2560 + 256 + 1)),
 }
+
+
+@pytest.mark.parametrize("recipe", head_recipes())
+def test_every_head_has_a_size(recipe: str) -> None:
+    """Those of draft models are with their own tests: they are the small models' and not the target's."""
+    kind = type(tiny_head_config(recipe, tiny_facts()))
+    assert issubclass(kind, DraftModelConfig) or kind in {config for config, *_ in SIZES.values()}
 
 
 @pytest.mark.parametrize("case", SIZES)

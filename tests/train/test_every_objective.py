@@ -7,7 +7,7 @@ import torch
 
 from spectrain.heads.base import HeadConfig
 from spectrain.heads.target_tensors import TargetTensors
-from spectrain.tests.fresh import loud_head, objective_of
+from spectrain.tests.fresh import head_recipes, loud_head, objective_of, tiny_head_config
 from spectrain.tests.language_models import draft_model_config
 from spectrain.tests.train.blocks import block_config, spark_config
 from spectrain.tests.train.invariance import assert_layout_changes_nothing, assert_no_rows_give_zeros
@@ -46,6 +46,12 @@ CASES: dict[str, tuple[HeadConfig, dict[str, object]]] = {
     "dspark": (spark_config(), {"anchors": 4}),
     "dspark without confidence": (spark_config(confidence_head=False), {}),
 }
+
+
+@pytest.mark.parametrize("recipe", head_recipes())
+def test_every_head_is_among_the_cases(recipe: str):
+    kind = type(tiny_head_config(recipe, tiny_facts()))
+    assert kind in {type(config) for config, _ in CASES.values()}, f"{recipe} has no case in {__name__}"
 
 
 @pytest.mark.parametrize("loss", ["ce", "kl"])
