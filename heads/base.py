@@ -211,7 +211,11 @@ class DraftHead(nn.Module, ABC):
 
     def logits(self, logits_states: Tensor, target: TargetTensors) -> Tensor:
         """Draft logits [..., draft_vocab] float32."""
-        return nn.functional.linear(logits_states, self.output_weight(target).to(logits_states.dtype)).float()
+        return self.project(logits_states, self.output_weight(target))
+
+    def project(self, states: Tensor, weight: Tensor) -> Tensor:
+        """States [..., hidden] times an output matrix [draft_vocab, hidden], as float32."""
+        return nn.functional.linear(states, weight.to(states.dtype)).float()
 
     def assert_filled(self) -> None:
         """Raises HeadError if a parameter still holds the NaN it was created with."""

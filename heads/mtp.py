@@ -224,7 +224,7 @@ class MtpHead(DecoderHead):
         return self.of_step(step).head.weight
 
     def logits(self, logits_states: Tensor, target: TargetTensors, step: int = 0) -> Tensor:
-        return nn.functional.linear(logits_states, self.output_weight(target, step).to(logits_states.dtype)).float()
+        return self.project(logits_states, self.output_weight(target, step))
 
     def initialise(self, target: TargetTensors, generator: torch.Generator) -> None:
         """Random weights, norms that change nothing; the last norm is the target's where it has one of that kind.

@@ -7,7 +7,6 @@ import dataclasses
 from collections import Counter
 
 import pytest
-import torch
 
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.proposers.base import Drafts, DraftStep, Proposer
@@ -17,23 +16,11 @@ from spectrain.infer.target import Target
 from spectrain.tests.fresh import fresh_proposer, head_recipes, loud_proposer
 from spectrain.tests.infer import test_engine_law as law
 from spectrain.tests.infer.proposers import keep_drafts
-from spectrain.tests.models import rand_llama
 
 RECIPES = head_recipes()
 CONFIG = EngineConfig(num_blocks=200, block_size=4, max_batch_tokens=64, max_batch_size=16)
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 TOP3 = {"temperature": 0.7, "top_k": 3}
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target.from_model(rand_llama(max_position_embeddings=128))
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (1, 3, 17, 26, 9)]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from ...kernels.dispatch import store_kv
 from ..batch import PackedBatch
 from ..planes import PlaneSpec
 from .base import DraftStep, ObservedRows
-from .drafting import DraftSampling, chain_rows
+from .drafting import ChainRows, DraftSampling
 from .feature import AutoregressiveProposer
 
 
@@ -55,6 +55,8 @@ class MtpProposer(AutoregressiveProposer):
             self._keep(k, output.feedback, slots)
 
     def _draft(self, step: DraftStep, room: Tensor, count: int) -> tuple[list[Tensor], list[Tensor]]:
+        if self.depth == 1:
+            return super()._draft(step, room, count)
         assert self._pending is not None
         logits_states, feedback = (pending[step.slots] for pending in self._pending)
         tokens: list[Tensor] = []
@@ -87,7 +89,8 @@ class MtpProposer(AutoregressiveProposer):
         """One row a request, `ahead` of the last one the target computed; padding where there is none."""
         assert self._planes is not None
         positions = step.seq_lens - 2 + ahead
-        return chain_rows(step, token_ids, positions, live & (positions >= 0), self._planes.block_size)
+        room = (live & (positions >= 0)).long()
+        return ChainRows(step, positions, room, 1, self._planes.block_size).at(0, token_ids)
 
     def _made(self, k: int, slots: Tensor) -> Tensor:
         """What layer k - 1 made of the rows in `slots` [num_tokens, hidden]."""

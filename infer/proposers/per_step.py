@@ -9,6 +9,7 @@ from torch import Tensor
 from ...heads.base import HeadError
 from ...heads.per_step import PerStepHead
 from ...heads.target_tensors import TargetTensors
+from ..fused_heads import fuse_head
 from ..planes import Planes
 from .base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
 from .drafting import DraftSampling, chain, draw
@@ -31,6 +32,7 @@ class PerStepProposer(Proposer):
                 f"asked for; lower --num-draft-tokens or train more with head.num_heads"
             )
         self.head, self.target = head.eval(), target
+        fuse_head(head)
         self.num_draft_tokens = num_draft_tokens
         self.probabilistic = draft_sampling == "probabilistic"
         self.token_map = head.draft_to_target()

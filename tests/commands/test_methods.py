@@ -14,25 +14,9 @@ from spectrain.commands.methods import DraftTokens, draft_tokens, proposer_maker
 from spectrain.infer.engine import EngineConfig
 from spectrain.infer.proposers.hybrid import HybridProposer
 from spectrain.infer.target import Target
-from spectrain.tests.commands.test_eval import one_line, run, write_head
-from spectrain.tests.commands.test_self_chat import tokenizer
+from spectrain.tests.commands.evaluations import one_line, run
 from spectrain.tests.infer.draft_steps import bound, drafted, step_of
-from spectrain.tests.models import rand_llama
 from spectrain.tests.suffix_package import NEEDS_SUFFIX
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    rand_llama(4, max_position_embeddings=96).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def head(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tensors = Target.load(model, dtype=torch.float32).tensors()
-    return write_head(tmp_path_factory.mktemp("head") / "e3", tensors, {"serving": {"num_draft_tokens": 2}})
 
 
 @pytest.fixture(scope="module")
