@@ -80,13 +80,14 @@ def norm_eps(config: Any) -> float:
 
 def on_nothing(cls: Any, *args: Any, **kwargs: Any) -> nn.Module:
     """A module whose parameters and buffers are NaN, built without initialising any."""
+    device = torch.get_default_device()
     with torch.device("meta"):
         module = cls(*args, **kwargs)
     held = module.state_dict().keys()
     lost = [name for name, _ in module.named_buffers() if name not in held]
     if lost:
         raise HeadError(f"{cls.__name__} holds {lost[0]} outside its checkpoint, which an MTP layer cannot; report it")
-    module.to_empty(device="cpu")
+    module.to_empty(device=device)
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.is_floating_point():

@@ -11,6 +11,7 @@ from spectrain.heads.eagle import EagleConfig
 from spectrain.heads.eagle3 import Eagle3Config
 from spectrain.heads.medusa import MedusaConfig
 from spectrain.heads.mlp_speculator import MLPSpeculatorConfig
+from spectrain.heads.mtp import MtpConfig
 from spectrain.heads.peagle import PEagleConfig
 from spectrain.heads.resolve import resolve
 from spectrain.tests.fresh import fresh_head, head_recipes, tiny_head_config
@@ -28,6 +29,8 @@ SIZES: dict[str, tuple[type[HeadConfig], TargetFacts, dict[str, object], int]] =
     "eagle with the bias": (EagleConfig, LLAMA_7B, {"fc_bias": True}, 235_937_792),
     "eagle3": (Eagle3Config, LLAMA_8B, {"draft_vocab_size": 32000}, EAGLE3),
     "peagle": (PEagleConfig, LLAMA_8B, {"draft_vocab_size": 32000, "mask_token_id": 0}, EAGLE3 + 3 * 4096),
+    # an EAGLE head, a norm of each of its two inputs, one before attention and one behind the layer
+    "mtp": (MtpConfig, LLAMA_7B, {}, 235_933_696 + 4 * 4096),
     "medusa": (MedusaConfig, LLAMA_7B, {}, 739_266_560),
     "medusa, shared lm_head": (MedusaConfig, LLAMA_7B, {"lm_head": "shared"}, 83_906_560),
     "mlp": (MLPSpeculatorConfig, LLAMA_7B, {}, 836_788_224),
