@@ -16,6 +16,7 @@ import pytest
 
 from spectrain.extract.shards import ShardSet
 from spectrain.heads.eagle import EagleHead
+from spectrain.heads.mtp import MtpHead
 from spectrain.recipes.loader import load_recipe, recipe_names
 from spectrain.tests.fresh import head_recipes
 from spectrain.tests.mutants import Edit, mutated
@@ -27,6 +28,7 @@ from spectrain.tests.train import test_dspark_objective as dspark
 from spectrain.tests.train import test_eagle3_objective as eagle3
 from spectrain.tests.train import test_eagle_objective as eagle
 from spectrain.tests.train import test_every_objective as every
+from spectrain.tests.train import test_mtp_objective as mtp
 from spectrain.tests.train import test_peagle_objective as peagle
 from spectrain.tests.train import test_per_step_objective as per_step
 from spectrain.train import alignment, attention
@@ -215,6 +217,20 @@ def eagle3_row() -> Row:
     }
 
 
+def mtp_row() -> Row:
+    logits = partial(caught, mtp.test_training_logits_equal_an_incremental_decoder)
+    loss = partial(caught, mtp.test_loss_equals_the_formula_on_the_decoders_logits)
+    return {
+        "token": [logits(TOKEN)],
+        "state": [logits(rolled(Eagle3Objective.unroll, STATE[0], 1, STATE[1]), SEEN, OWN_HISTORY)],
+        "label": [loss(HARD_LABEL, kind="ce"), loss(SOFT_LABEL, kind="kl"), supervised("mtp")["label"]],
+        "mask": [supervised("mtp")["mask"]],
+        "position": [logits(POSITION)],
+        "layer": [STORED_LAYER],
+        "norm": [logits(normed(MtpHead.combine, "states")), loss(SOFT_NORM, kind="kl")],
+    }
+
+
 def peagle_row() -> Row:
     logits = partial(caught, peagle.test_training_logits_equal_an_incremental_decoder, style="llama")
     loss = partial(caught, peagle.test_loss_is_the_mean_over_rows_of_each_step_and_every_step_weighs_the_same)
@@ -267,6 +283,7 @@ def dspark_row() -> Row:
 TABLE: dict[str, Row] = {
     "eagle": eagle_row(),
     "eagle3": eagle3_row(),
+    "mtp": mtp_row(),
     "peagle": peagle_row(),
     "medusa": of_own_steps("medusa"),
     "mlp_speculator": of_own_steps("mlp"),

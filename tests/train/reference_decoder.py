@@ -7,6 +7,7 @@ from torch import Tensor
 
 from spectrain.heads.decoder import DecoderHead
 from spectrain.heads.eagle import EagleHead
+from spectrain.heads.mtp import MtpHead
 from spectrain.heads.peagle import PEagleHead
 from spectrain.heads.target_tensors import TargetTensors
 
@@ -130,8 +131,27 @@ class PEagleDecoder(ReferenceDecoder):
         return self.row(self.c.mask_token_id, stand_in, position)
 
 
+class MtpDecoder(EagleDecoder):
+    """A fresh MTP layer: both halves normed, a Llama layer, a norm behind it whose output is fed back."""
+
+    def __init__(self, head: DecoderHead, target: TargetTensors) -> None:
+        super().__init__(head, target)
+        self.w = {
+            name.replace(f"model.layers.{self.c.target.num_layers}.", "layers.0."): w for name, w in self.w.items()
+        }
+
+    def row(self, token_id: int, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        def norm(name: str, x: Tensor) -> Tensor:
+            return rms(x, self.w[f"layers.0.{name}.weight"], self.c.rms_norm_eps)
+
+        halves = norm("enorm", self.target.embed_tokens[token_id]), norm("hnorm", state)
+        state = self.w["layers.0.eh_proj.weight"] @ torch.cat(halves)
+        normed = norm("shared_head.norm", self._mix(0, state, norm("input_layernorm", state), position))
+        return self.target.lm_head @ normed, normed
+
+
 def decoder_of(head: DecoderHead, target: TargetTensors) -> ReferenceDecoder:
-    kinds = {EagleHead: EagleDecoder, PEagleHead: PEagleDecoder}
+    kinds = {EagleHead: EagleDecoder, MtpHead: MtpDecoder, PEagleHead: PEagleDecoder}
     return kinds.get(type(head), ReferenceDecoder)(head, target)
 
 

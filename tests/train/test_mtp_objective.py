@@ -11,10 +11,12 @@ from spectrain.heads.model_folder import Checkpoint
 from spectrain.heads.mtp import MtpConfig, MtpHead
 from spectrain.tests.fresh import loud_head
 from spectrain.tests.mtp_families import FAMILIES, draw, write_checkpoint
+from spectrain.tests.train.reference_decoder import teacher_forced
 from spectrain.tests.train.texts import cross_entropy, unshifted
 from spectrain.tests.train.toys import (
     MK,
     Document,
+    counted,
     law_target,
     mk_windows,
     on_final,
@@ -26,6 +28,7 @@ from spectrain.tests.train.toys import (
     train,
 )
 from spectrain.train import alignment
+from spectrain.train.losses import LossKind
 from spectrain.train.objectives.base import LossOutput
 from spectrain.train.objectives.mtp import MtpObjective, MtpSettings
 
@@ -50,6 +53,46 @@ def test_steps_weigh_what_was_published():
     assert MtpSettings().loss == "ce"
     halves = MtpObjective(config(), MtpSettings()).term_weights(torch.full((3,), 2.0))
     torch.testing.assert_close(halves, weights / 2)
+
+
+def documents(*lengths: int, seed: int = 1) -> list[Document]:
+    generator = torch.Generator().manual_seed(seed)
+    return [on_final(random_document(n, 16, 16, generator)) for n in lengths]
+
+
+@torch.no_grad()
+def test_training_logits_equal_an_incremental_decoder():
+    """Of every row and step, fed by itself; two documents share a row."""
+    shape, target, steps = MtpConfig.derive(tiny_facts(), {}), random_target(16, 16), 4
+    head = loud_head(shape, target, random_norms=True)
+    rows = [documents(7), documents(4, 3, seed=2)]
+    batch, grid = pack(rows, target, steps, seq=8), torch.arange(16)
+    objective = MtpObjective(shape, MtpSettings(steps=steps))
+    found = head.logits(objective.unroll(head, target, batch, [grid] * steps), target).unflatten(0, (steps, 2, 8))
+    for b, row in enumerate(rows):
+        start = 0
+        for document in row:
+            for (t, k), expected in teacher_forced(head, target, document.token_ids, document.aux, steps).items():
+                torch.testing.assert_close(found[k, b, start + t], expected, atol=1e-5, rtol=1e-4)
+            start += len(document.token_ids)
+
+
+@pytest.mark.parametrize("kind", ["ce", "kl"])
+def test_loss_equals_the_formula_on_the_decoders_logits(kind: LossKind):
+    shape, target = MtpConfig.derive(tiny_facts(), {}), random_target(16, 16)
+    head = loud_head(shape, target, random_norms=True)
+    objective = MtpObjective(shape, MtpSettings(loss=kind))
+    rows = [documents(9), documents(5, 4, seed=2)]
+    output = objective(head, target, counted(objective, head, pack(rows, target, 3)))
+    losses: list[list[float]] = [[], [], []]
+    for document in (d for row in rows for d in row):
+        law, text = target.logits(document.final).softmax(-1), document.token_ids.tolist()
+        for (t, k), logits in teacher_forced(head, target, document.token_ids, document.aux, 3).items():
+            if t + 2 + k < len(text):
+                log_q, p = logits.log_softmax(-1), law[t + 1 + k]
+                losses[k].append(float(-log_q[text[t + 2 + k]] if kind == "ce" else (p * (p.log() - log_q)).sum()))
+    expected = sum(0.6**k / 1.96 * sum(losses[k]) / len(losses[k]) for k in range(3))
+    assert float(output.loss.detach()) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("num_layers", [1, 2], ids=["one layer", "a layer for each of two steps"])
