@@ -39,9 +39,9 @@ class Gemma4AssistantProposer(LastStateProposer):
     def _room(self, step: DraftStep) -> Tensor:
         return drafts_within(step, self.head.config.max_position_embeddings, self.num_draft_tokens)
 
-    def _advance(self, step: DraftStep, room: Tensor, states: Tensor, newest: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        last_row = (step.seq_lens - 2).clamp(min=0)  # the newest token has no row yet
-        batch = chain_rows(step, newest, last_row, room > k, self._block_size)
+    def _advance(self, step: DraftStep, states: Tensor, newest: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        # the newest token has no row yet, and a table row of nobody has none at all
+        batch = chain_rows(step, newest, step.seq_lens - 2, step.seq_lens > 1, self._block_size)
         layers = self.head.config.layers
 
         def read(index: int, q: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class LastStateProposer(Proposer):
         tokens, laws = [], []
         # on a GPU the loop must not wait for the room; on a CPU drafts that nobody has room for cost time
         for k in range(self.num_draft_tokens if room.is_cuda else int(room.max())):
-            logits, states = self._advance(step, room, states, newest, k)
+            logits, states = self._advance(step, states, newest, k)
             newest, law = draw(logits, step, k, self.num_draft_tokens, self.token_map, self.probabilistic)
             tokens.append(newest)
             laws.append(law)
@@ -59,8 +59,8 @@ class LastStateProposer(Proposer):
         return step.room.clamp(max=self.num_draft_tokens)
 
     @abstractmethod
-    def _advance(self, step: DraftStep, room: Tensor, states: Tensor, newest: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def _advance(self, step: DraftStep, states: Tensor, newest: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Logits [batch, draft_vocab] of draft k and the states [batch, hidden] that draft k + 1 starts from.
 
-        `newest` [batch] int64 is the token before draft k; requests without `room` for it may be given anything.
+        `newest` [batch] int64 is the token before draft k; nothing is written for requests without room for it.
         """

@@ -29,6 +29,6 @@ class PerStepProposer(LastStateProposer):
             )
         super().__init__(head, target, num_draft_tokens, draft_sampling)
 
-    def _advance(self, step: DraftStep, room: Tensor, states: Tensor, newest: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def _advance(self, step: DraftStep, states: Tensor, newest: Tensor, k: int) -> tuple[Tensor, Tensor]:
         logits_states, states = self.head(states, newest, k)
         return self.head.logits(logits_states, self.target, k), states
