@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 from spectrain.heads.gemma4_assistant import Gemma4Assistant, load_assistant
@@ -69,19 +69,18 @@ def reference_drafts(
     decodes: the window's last rows.
     """
     seen = torch.tensor([text[:-1]])
-    # a list of rows, since logits_to_keep=0 would cut what shared layers see
     out = model(seen, use_cache=False, output_hidden_states=True, return_shared_kv_states=True)
     window = model.config.get_text_config().sliding_window
     shared = {
         kind: tuple(rows[:, :, -window:] if kind == "sliding_attention" else rows for rows in kv)
         for kind, kv in out.shared_kv_states.items()
     }
-    assistant.generation_config.num_assistant_tokens = k
-    loop = SinglePositionMultiTokenCandidateGenerator(
-        assistant, model.get_input_embeddings(), GenerationConfig(max_length=len(text) + k + 1)
-    )
-    loop.is_main_model_prefill = False  # the row is told: version 5.17 takes the first one of a prompt
+    # the loop's constructor differs between versions of transformers, and some take the first row of a prompt for its
+    # last unless they are told the row
+    loop: Any = object.__new__(SinglePositionMultiTokenCandidateGenerator)
+    loop.assistant_model, loop.target_model_input_embeddings = assistant, model.get_input_embeddings()
+    loop.num_assistant_tokens, loop.main_model_max_length = k, len(text) + k + 1
+    loop.is_main_model_prefill, loop.eos_token_id = False, None
     outputs: Any = SimpleNamespace(hidden_states=out.hidden_states, shared_kv_states=shared)
     ids, logits = loop.get_candidates(torch.tensor([text]), {}, outputs, False, len(text) - 2)
-    assert logits is not None
     return ids[0, len(text) :].tolist(), logits[0]

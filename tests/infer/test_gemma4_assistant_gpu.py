@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import torch
 
 from spectrain.infer.engine import Engine
 from spectrain.infer.proposers.gemma4_assistant import Gemma4AssistantProposer
@@ -69,4 +68,3 @@ def test_drafts_on_the_device_are_those_of_the_host(target, head, tmp_path):
     common = found[0].keys() & found[1].keys()
     same = sum(found[0][key] == found[1][key] for key in common)
     assert len(common) > 30 and same >= 0.95 * len(common)  # near ties may fall either way
-    assert torch.cuda.is_available()
