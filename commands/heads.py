@@ -21,7 +21,6 @@ def is_model(folder: Path, method: str | None) -> bool:
     return method in MODEL_METHODS and (folder / "config.json").is_file() and not (folder / "spectrain.json").is_file()
 
 
-MTP = "mtp"
 ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
 

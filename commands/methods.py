@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .heads import MTP, head_proposer, is_assistant, is_model
+from .heads import head_proposer, is_assistant, is_model
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,6 +21,7 @@ PLAIN = "none"
 SYNTHETIC = "synthetic"
 NGRAM = ("ngram", "ngram_gpu")
 SUFFIX = "suffix"
+MTP = "mtp"
 CUSTOM = "custom:"
 WITH_SUFFIX = SUFFIX + "+"  # and a head's name
 DEFAULT_NUM_DRAFT_TOKENS = 3

@@ -149,6 +149,17 @@ def gemma4(**changes: Any) -> PreTrainedModel:
     return soften_queries(model)
 
 
+def gemma4_composite(**changes: Any) -> PreTrainedModel:
+    """The same text model inside the one that also sees, which is what released checkpoints hold."""
+    text = gemma4(**changes).config.to_dict()
+    vision = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = transformers.Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
+    with own_generator(0):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    randomise(model, 0)
+    return soften_queries(model).eval().requires_grad_(False)
+
+
 def mixtral(**changes: Any) -> PreTrainedModel:
     """Mixtral, 4 experts of which 2 act."""
     return build("Mixtral", **{**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, **changes})

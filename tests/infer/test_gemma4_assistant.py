@@ -21,7 +21,7 @@ from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
 from spectrain.tests.gemma4_assistants import ORDERED, assistant_of, read_by_us, reference_drafts
 from spectrain.tests.infer.proposers import keep_drafts
-from spectrain.tests.models import build, gemma4, rand_llama
+from spectrain.tests.models import build, gemma4, gemma4_composite, rand_llama
 from spectrain.tests.test_lossless import joint_p
 
 K = 4
@@ -44,6 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"text": {"num_global_key_value_heads": 1, "attention_k_eq_v": True}},
     ),
     "unified": ({}, {"kind": "gemma4_unified"}),
+    "a target that also sees": ({}, {}),
     "own output rows": ({}, {"tie_word_embeddings": False}),
 }
 
@@ -53,9 +54,10 @@ class Case:
 
     def __init__(self, name: str, folder: Path) -> None:
         theirs, changes = CASES[name]
-        self.model = gemma4(**{**LONG, **theirs})
-        self.target = Target.from_model(gemma4(**{**LONG, **theirs}))
-        self.assistant: PreTrainedModel = assistant_of(self.model.config, **changes)
+        build_model = gemma4_composite if name == "a target that also sees" else gemma4
+        self.model = build_model(**{**LONG, **theirs})
+        self.target = Target.from_model(build_model(**{**LONG, **theirs}))
+        self.assistant: PreTrainedModel = assistant_of(self.model.config.get_text_config(), **changes)
         self.head = read_by_us(self.assistant, folder, self.target)
 
     def proposer(self, **changes: Any) -> Gemma4AssistantProposer:
