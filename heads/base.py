@@ -58,6 +58,8 @@ class TargetFacts:
     def from_config(cls, config: Any) -> Self:
         """Reads a transformers config (of a composite model: its text part)."""
         text = config.get_text_config()
+        if getattr(text, "is_heterogeneous", False):  # such a config refuses to give what differs between layers
+            text = text.per_layer_config[0]
         hidden, heads = text.hidden_size, text.num_attention_heads
         latent = getattr(text, "kv_lora_rank", None) is not None
         rope = getattr(text, "rope_parameters", None) or {}

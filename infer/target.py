@@ -18,7 +18,7 @@ from ..heads.target_tensors import TargetTensors
 from . import fingerprint, fusion, loading, parity
 from .attention import PAGED, SITE, AttentionSite, StepState, bind_site, register
 from .batch import PackedBatch
-from .planes import Planes, PlaneSpec
+from .planes import Planes, PlaneSpec, target_plane
 from .probe import AttentionLayer, TargetError, probe_attention
 from .rope import pin_rope
 from .trace import Trace, find_layers, first_output, first_tensor, trace_forward, trace_tensors
@@ -253,7 +253,7 @@ class Target:
 
 
 def _plane_spec(index: int, layer: AttentionLayer) -> PlaneSpec:
-    return PlaneSpec(f"target.{index}", layer.kv_heads, layer.width_k, layer.width_v, layer.dtype)
+    return PlaneSpec(target_plane(index), layer.kv_heads, layer.width_k, layer.width_v, layer.dtype)
 
 
 def _residual_streams(trace: Trace, num_tokens: int, hidden_size: int) -> list[int] | None:

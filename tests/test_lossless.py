@@ -5,8 +5,10 @@ The heads are untrained, so their drafts are mostly wrong, which is when it matt
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
+from transformers import PreTrainedModel
 
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.proposers.base import Drafts, DraftStep, Proposer
@@ -115,7 +117,9 @@ def toy() -> Target:
     return Target.from_model(law.model())
 
 
-def joint_p(toy: Target, proposer: Proposer, samples: int = 1500) -> float:
+def joint_p(
+    toy: Target, proposer: Proposer, samples: int = 1500, build_model: Callable[[], PreTrainedModel] = law.model
+) -> float:
     """p value of the first tokens' joint law; drafts must have been kept now and then."""
     engine = Engine(toy, proposer, law.CONFIG)
     each = [SamplingParams(max_tokens=law.DEPTH + 1, seed=i, **TOP3) for i in range(samples)]
@@ -123,7 +127,7 @@ def joint_p(toy: Target, proposer: Proposer, samples: int = 1500) -> float:
     counts = Counter(tuple(output.token_ids[: law.DEPTH]) for output in outputs)
     statistics = engine.statistics
     assert 0.03 * statistics.draft_tokens < statistics.accepted_tokens < statistics.draft_tokens
-    return law.chi_square_p(counts, law.exact_law(each[0]), samples)
+    return law.chi_square_p(counts, law.exact_law(each[0], build_model=build_model), samples)
 
 
 SMALLER: list[tuple[str, dict[str, object]]] = [

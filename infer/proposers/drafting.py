@@ -38,7 +38,7 @@ class ChainRows:
     def __init__(self, step: DraftStep, first: Tensor, room: Tensor, count: int, block_size: int) -> None:
         row = torch.arange(count, device=first.device)[:, None]
         live = room > row
-        self._positions = torch.where(live, (first + row).clamp(min=0), 0)  # nobody has no row before its only token
+        self._positions = torch.where(live, first + row, 0).clamp(min=0)  # a text of one token has no row before
         block = step.block_tables.gather(1, (self._positions // block_size).T).T.long()
         self._slots = torch.where(live, block * block_size + self._positions % block_size, 0)
         self._seq_lens = (self._positions + 1).to(torch.int32)

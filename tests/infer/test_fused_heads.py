@@ -54,7 +54,7 @@ def drafted(head: DraftHead, target: Target) -> tuple[list[torch.Tensor], Engine
 def test_fused_says_what_the_own_code_says(recipe, target, monkeypatch) -> None:
     head = head_of(recipe, target)
     fused, engine = drafted(copy.deepcopy(head), target)
-    for module in ("feature", "dflash", "per_step"):
+    for module in ("feature", "dflash", "last_state"):
         monkeypatch.setattr(f"spectrain.infer.proposers.{module}.fuse_head", lambda head: None)
     own, plain = drafted(head, target)
     assert not any(isinstance(vars(part).get("mix"), FusedMix) for part in head.modules())
