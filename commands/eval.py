@@ -10,18 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from .acceptance import acceptance_rates
-from .heads import load_model, load_targets_own, load_trained
-from .methods import (
-    PLAIN,
-    WITH_SUFFIX,
-    DraftTokens,
-    draft_tokens,
-    head_method,
-    methods_of,
-    model_method,
-    needs_head,
-    uses_suffix,
-)
+from .methods import PLAIN, DraftTokens, draft_tokens, load_heads, methods_of, uses_suffix
 from .options import (
     AcceptanceLength,
     AcceptanceRates,
@@ -229,7 +218,7 @@ def run(options: Options, *, quiet: bool = False) -> "list[MethodResult]":
         name: read_prompts(path, target, options.model, **reading)
         for name, path in zip(sets, options.prompts, strict=True)
     }
-    heads = _load_heads(options, target, names)
+    heads = load_heads(options, target, names)
     methods = {name: draft_tokens(name, options, heads[name].record if name in heads else {}) for name in names}
     check_draft_length(max(tokens.engine for tokens in methods.values()), target)
     responses = load_suffix_cache(options, target)
@@ -299,24 +288,6 @@ def _params(options: Options) -> "SamplingParams":
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     given = {name: getattr(options, name) for name in (*same, *penalties)}
     return SamplingParams(max_tokens=options.max_new_tokens, stop=tuple(options.stop or ()), **given)
-
-
-def _load_heads(options: Options, target: "Target", names: Sequence[str]) -> "dict[str, LoadedHead]":
-    """The head of each method that drafts with one: that of --head, or the target's own."""
-    given = None if options.head is None else head_method(options, names)
-    with_head = {name: name.removeprefix(WITH_SUFFIX) for name in names if needs_head(name)}
-    loaded: dict[str, LoadedHead] = {}
-    for own in set(with_head.values()):
-        loaded[own] = _load_head(options, target, names) if own == given else load_targets_own(target, options.model)
-    return {name: loaded[own] for name, own in with_head.items()}
-
-
-def _load_head(options: Options, target: "Target", names: Sequence[str]) -> "LoadedHead":
-    assert options.head is not None
-    method = model_method(options.head, names)
-    if method is not None:
-        return load_model(options.head, method, target, options.model)
-    return load_trained(options.head, target, options.model, options.allow_package or ())
 
 
 def _builder(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .heads import head_proposer, is_assistant, is_model
+from .heads import head_proposer, is_assistant, is_model, load_model, load_targets_own, load_trained
 
 if TYPE_CHECKING:
     import numpy as np
@@ -98,6 +98,24 @@ def head_method(options: "Options", names: Sequence[str]) -> str:
         return model
     config = resolve(read_record(options.head)["config_class"], options.allow_package or ())
     return config.proposer.split(":")[0].split(".")[-1]
+
+
+def load_heads(options: "Options", target: "Target", names: Sequence[str]) -> "dict[str, LoadedHead]":
+    """The head of each method that drafts with one: that of --head, or the target's own."""
+    given = None if options.head is None else head_method(options, names)
+    with_head = {name: name.removeprefix(WITH_SUFFIX) for name in names if needs_head(name)}
+    loaded: dict[str, LoadedHead] = {}
+    for own in set(with_head.values()):
+        loaded[own] = _load_given(options, target, names) if own == given else load_targets_own(target, options.model)
+    return {name: loaded[own] for name, own in with_head.items()}
+
+
+def _load_given(options: "Options", target: "Target", names: Sequence[str]) -> "LoadedHead":
+    assert options.head is not None
+    method = model_method(options.head, names)
+    if method is not None:
+        return load_model(options.head, method, target, options.model)
+    return load_trained(options.head, target, options.model, options.allow_package or ())
 
 
 class DraftTokens(NamedTuple):

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from spectrain.commands import eval as eval_command
 from spectrain.commands.eval import Options
-from spectrain.commands.methods import DraftTokens, draft_tokens, proposer_maker
+from spectrain.commands.methods import DraftTokens, draft_tokens, load_heads, proposer_maker
 from spectrain.infer.engine import EngineConfig
 from spectrain.infer.proposers.hybrid import HybridProposer
 from spectrain.infer.target import Target
@@ -250,7 +249,7 @@ def test_draft_tokens_by_method() -> None:
 def test_a_hybrids_head_makes_its_own_number_of_drafts(model, head) -> None:
     options = Options(model=str(model), prompts=[], head=head, method="suffix+eagle3")
     target = Target.load(model, dtype=torch.float32)
-    loaded = eval_command._load_head(options, target, ["suffix+eagle3"])
+    loaded = load_heads(options, target, ["suffix+eagle3"])["suffix+eagle3"]
     tokens = draft_tokens("suffix+eagle3", options, loaded.record)
     made = proposer_maker("suffix+eagle3", options, target, loaded, tokens)(EngineConfig(num_draft_tokens=24))
     assert isinstance(made, HybridProposer) and made.suffix.num_draft_tokens == 24
