@@ -10,8 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from .acceptance import acceptance_rates
-from .heads import load_model, load_trained
-from .methods import PLAIN, DraftTokens, draft_tokens, methods_of, model_method, needs_head, uses_suffix
+from .heads import load_trained
+from .methods import (
+    PLAIN,
+    DraftTokens,
+    check_one_device,
+    draft_tokens,
+    methods_of,
+    model_method,
+    needs_head,
+    uses_suffix,
+    with_draft_model,
+)
 from .options import (
     AcceptanceLength,
     AcceptanceRates,
@@ -63,6 +73,7 @@ class Options(NamedTuple):
     model: str
     prompts: list[Path]
     head: Path | None = None
+    draft_model: Path | None = None
     method: str | None = None
     num_draft_tokens: int | None = None
     draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
@@ -101,9 +112,16 @@ class Options(NamedTuple):
     out: Path = Path("eval")
     overwrite: bool = False
     allow_package: list[str] | None = None
+    tensor_parallel_size: int | None = None
+    draft_tensor_parallel_size: int | None = None
 
 
 Head = Annotated[Path | None, typer.Option(help="Head folder written by `spectrain fit`, or a draft model's.")]
+DraftModel = Annotated[
+    Path | None,
+    typer.Option(help="Folder of a language model to draft with, of the target's tokenizer or of any other."),
+]
+TensorParallelSize = Annotated[int | None, typer.Option(help="Not supported: anything but 1 is refused.")]
 Prompts = Annotated[list[Path], typer.Option(help="JSONL files of prompts; one result a file.")]
 Method = Annotated[
     str | None,
@@ -149,6 +167,7 @@ def evaluate(
     model: Model,
     prompts: Prompts,
     head: Head = None,
+    draft_model: DraftModel = None,
     method: Method = None,
     num_draft_tokens: NumDraftTokens = None,
     draft_sampling: DraftSampling = "greedy",
@@ -187,6 +206,8 @@ def evaluate(
     out: Out = Path("eval"),
     overwrite: Overwrite = False,
     allow_package: AllowPackage = None,
+    tensor_parallel_size: TensorParallelSize = None,
+    draft_tensor_parallel_size: TensorParallelSize = None,
 ) -> None:
     """Decodes prompts plainly and with each method, through the same engine; reports speed and whether outputs agree.
 
@@ -199,6 +220,8 @@ def evaluate(
 
 def run(options: Options, *, quiet: bool = False) -> "list[MethodResult]":
     """Measures every method on every prompt file, writes the report folder and, unless `quiet`, prints the table."""
+    check_one_device(options)
+    options = with_draft_model(options)
     names = methods_of(options)
     _check_out(options)
     params = _params(options)
@@ -293,7 +316,9 @@ def _load_head(options: Options, target: "Target", names: Sequence[str]) -> "Loa
     assert options.head is not None
     method = model_method(options.head, names)
     if method is not None:
-        return load_model(options.head, method, target, options.model)
+        from .draft_models import load_model
+
+        return load_model(options.head, method, target, options.model, options.draft_sampling)
     return load_trained(options.head, target, options.model, options.allow_package or ())
 
 

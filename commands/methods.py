@@ -31,6 +31,29 @@ class MethodError(ValueError):
     """A method that is not there, lacks what it needs or was given another's options; the message says what would."""
 
 
+def with_draft_model(options: "Options") -> "Options":
+    """The options with --draft-model as the head of method draft_model, which it asks for if nothing else is."""
+    folder = options.draft_model
+    if folder is None:
+        return options
+    if options.head is not None:
+        raise MethodError(f"one of --head and --draft-model drafts, found {options.head} and {folder}; drop one")
+    if not (folder / "config.json").is_file():
+        raise MethodError(f"--draft-model must be a model's folder, found no config.json in {folder}; check the path")
+    return options._replace(head=folder, method=options.method or "draft_model")
+
+
+def check_one_device(options: "Options") -> None:
+    """Raises MethodError for tensor parallelism, which the engine does not have, of the target or the draft model."""
+    asked = {"tensor": options.tensor_parallel_size, "draft-tensor": options.draft_tensor_parallel_size}
+    for name, size in asked.items():
+        if size not in (None, 1):
+            raise MethodError(
+                f"tensor parallelism is not supported: target and draft model each run on one device, found "
+                f"--{name}-parallel-size {size}; drop it"
+            )
+
+
 def methods_of(options: "Options") -> list[str]:
     """The methods asked for, in order, each with what it needs; raises MethodError otherwise."""
     names = [] if options.method is None else [name.strip() for name in options.method.split(",")]
@@ -123,6 +146,13 @@ def proposer_maker(
 ) -> "Callable[[EngineConfig], Proposer]":
     """What makes the method's proposer for an engine; its draft tokens may be fewer than `tokens`, 0 for none."""
 
+    def of_head(loaded: "LoadedHead", k: int, config: "EngineConfig") -> "Proposer":
+        from .draft_models import TextDraftModel, text_proposer
+
+        if isinstance(loaded, TextDraftModel):
+            return text_proposer(loaded, target, k, config)
+        return head_proposer(target, loaded, k, options.draft_sampling, options.allow_package or ())
+
     def make(config: "EngineConfig") -> "Proposer":
         k = config.num_draft_tokens
         if not k:
@@ -142,8 +172,7 @@ def proposer_maker(
 
             return CustomProposer(name.removeprefix(CUSTOM), config, target.vocab_size)
         assert loaded is not None
-        packages = options.allow_package or ()
-        head = head_proposer(target, loaded, min(k, tokens.head), options.draft_sampling, packages)
+        head = of_head(loaded, min(k, tokens.head), config)
         if not name.startswith(WITH_SUFFIX):
             return head
         from ..infer.proposers.hybrid import HybridProposer
