@@ -1,8 +1,8 @@
-"""Between two tokenizers through text: a target's tokens as a draft model reads them, and what it writes as the target's.
+"""Between two tokenizers through text: what a draft model reads of the target's tokens, and what it writes in them.
 
 Nothing here need be right for the output to be the target's own, since every draft is verified; what is wrong costs
-acceptance. Text that the target's tokens spell is read as the draft model's tokenizer reads it, and what the draft model
-adds is cut as the target's tokenizer cuts it behind the tokens that stand there.
+acceptance. The draft model reads the text that the target's tokens spell as its own tokenizer cuts it; what it adds is
+cut as the target's tokenizer cuts it behind the tokens that stand there.
 """
 
 import codecs

@@ -1,8 +1,8 @@
-"""Drafting with a language model of another tokenizer: it reads the target's text and writes on; both change tokens.
+"""Drafting with a language model of another tokenizer: it reads the target's text, writes on, and that is translated.
 
-It keeps a cache of its own, since its tokens are as many as they are: one contiguous stretch a row of the request table.
-Text that grew may be cut otherwise near its end; the cache is used up to the first token that changed. Drafts are the
-draft model's likeliest tokens, point masses in the target's: verification is exact whatever became of them on the way.
+It keeps a cache of its own, since its tokens are as many as they are: one contiguous stretch a row of the request
+table. Text that grew may be cut otherwise near its end; the cache is used up to the first token that changed. Drafts
+are the draft model's likeliest text as point masses: verification is exact whatever became of them on the way.
 """
 
 from collections.abc import Iterator, Sequence
