@@ -85,7 +85,8 @@ class TokenText:
         """The same, with the last place where the text can be cut."""
         encoding = self._backend.encode(text, add_special_tokens=False)
         ids, words, offsets = encoding.ids, encoding.word_ids, encoding.offsets
-        latest, passed = len(text) - self._longest_added, 0
+        # an added token may yet become whole; what stands before it is then cut as if the text ended there
+        latest, passed = len(text) - self._longest_added - 1, 0
         for i in range(len(ids) - 1, 0, -1):
             if words[i] == words[i - 1] if self._splits else not self.begins_word(ids, i):
                 continue
@@ -119,8 +120,8 @@ class TokenText:
 
     def _check(self, name: str) -> None:
         ids = self.encode(_PROBE)
-        unknown = self.roles.get("unk_token")
-        if self.text(ids) != _PROBE.encode() and unknown not in (self.specials.get(i) for i in ids):
+        unknown = {i for i, content in self.specials.items() if content == self.roles.get("unk_token")}
+        if self.text(ids) != _PROBE.encode() and not unknown.intersection(ids):
             raise ProposerError(
                 f"drafting through text needs tokenizers that keep it as it is, found that of {name} to make "
                 f"{self.text(ids).decode(errors='replace')!r} of {_PROBE!r}; give another draft model"
