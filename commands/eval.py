@@ -35,7 +35,6 @@ from .methods import (
     methods_of,
     model_method,
     needs_head,
-    uses_suffix,
     with_draft_model,
 )
 from .options import (
@@ -208,7 +207,7 @@ def run(options: Options, *, quiet: bool = False) -> "list[MethodResult]":
     from ..infer.report import print_table
     from ..infer.target import Target
     from .devices import device_of, dtype_of
-    from .methods import load_suffix_cache
+    from .methods import load_suffix_cache, save_suffix_cache
 
     device = device_of(options.device)
     target = Target.load(
@@ -233,7 +232,7 @@ def run(options: Options, *, quiet: bool = False) -> "list[MethodResult]":
             measured += compare(works, builds, progress)
     results = [m.result for m in measured]
     _write(options, methods, target, measured)
-    _save_responses(options, target, responses, measured)
+    save_suffix_cache(options, target, responses, measured)
     if not quiet:
         print_table(results)
         print(f"report: {options.out / 'report.html'}")
@@ -385,17 +384,6 @@ def _write_outputs(path: Path, target: "Target", measured: "Sequence[Measured]")
                         "text": text,
                     }
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def _save_responses(
-    options: Options, target: "Target", earlier: "Sequence[np.ndarray]", measured: "Sequence[Measured]"
-) -> None:
-    """Adds what one suffix method wrote, which is what all of them did, to the file of responses."""
-    from .methods import save_suffix_cache
-
-    method = next((m.result.method for m in measured if uses_suffix(m.result.method)), None)
-    fresh = [output.token_ids for m in measured if m.result.method == method for output in m.outputs]
-    save_suffix_cache(options, target, [*earlier, *fresh])
 
 
 def _plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from ..heads.folder import LoadedHead
     from ..infer.engine import EngineConfig
+    from ..infer.evaluate import Measured
     from ..infer.proposers.base import Proposer
     from ..infer.proposers.ngram_rule import NgramRule
     from ..infer.proposers.suffix import SuffixProposer, SuffixSettings
@@ -193,15 +194,22 @@ def load_suffix_cache(options: "Options", target: "Target") -> "list[np.ndarray]
     return load_responses(path, tokenizer_hash(target.tokenizer), target.vocab_size)
 
 
-def save_suffix_cache(options: "Options", target: "Target", responses: "Sequence[Sequence[int] | np.ndarray]") -> None:
-    """Writes --suffix-cache, the newest responses that a cache may hold."""
+def save_suffix_cache(
+    options: "Options", target: "Target", earlier: "Sequence[np.ndarray]", measured: "Sequence[Measured]"
+) -> None:
+    """Adds what one suffix method wrote, which is what all of them did, to the file of --suffix-cache.
+
+    The newest responses that a cache may hold are kept.
+    """
     if options.suffix_cache is None:
         return
     from ..infer.prompts import tokenizer_hash
     from ..infer.proposers.suffix_responses import save_responses
 
+    method = next((m.result.method for m in measured if uses_suffix(m.result.method)), None)
+    fresh = [output.token_ids for m in measured if m.result.method == method for output in m.outputs]
     kept = _suffix_settings(options).max_cached_requests
-    save_responses(options.suffix_cache, responses[-kept:] if kept else (), tokenizer_hash(target.tokenizer))
+    save_responses(options.suffix_cache, [*earlier, *fresh][-kept:] if kept else (), tokenizer_hash(target.tokenizer))
 
 
 def _refuse_without_head(names: Sequence[str], with_head: Sequence[str]) -> None:

@@ -50,8 +50,7 @@ class TokenText:
         self.adds_space = _remove_added_space(state)
         state |= {"post_processor": None, "truncation": None, "padding": None}
         self._backend = Tokenizer.from_str(json.dumps(state))
-        splitter = self._backend.pre_tokenizer
-        self._splits = splitter is not None and len(splitter.pre_tokenize_str(_PROBE)) > 1
+        self._splits = len(set(self._backend.encode(_PROBE, add_special_tokens=False).word_ids)) > 1
         self._check(name)
 
     @property

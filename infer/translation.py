@@ -77,10 +77,7 @@ class Reading:
 
     def continued(self, drafted: Sequence[int]) -> list[int]:
         """The target's tokens for what draft tokens add to the text, but for the character it ends within."""
-        added, pending = self._written(drafted), self.pending
-        if not added.startswith(pending):
-            return []
-        text = _whole_characters(added)
+        text, pending = _whole_characters(self._written(drafted)), self.pending
         known = self._recent[self._window() :]
         before = self._between.target.text(known).removesuffix(pending)
         try:
@@ -89,7 +86,7 @@ class Reading:
             found = []
         if found[: len(known)] == known:
             return found[len(known) :]
-        # the tokens that stand there are not those of their text: what follows is cut by itself
+        # another character than the one begun, or known tokens that are not those of their text
         return [] if pending else self._between.target.encode(text)
 
     def _read(self, token_id: int) -> str:

@@ -3,7 +3,7 @@
 import unicodedata
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
@@ -51,6 +51,7 @@ def test_tokens_joined_are_the_text(name: str, text: str):
 
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
+@example(text="x\n" + " " * 20 + "\nthe end", step=1)
 @given(text=LONG_TEXT, step=st.integers(1, 4))
 @settings(max_examples=25, deadline=None)
 def test_a_text_that_grows_is_read_as_at_once(target: str, draft: str, text: str, step: int):
@@ -70,7 +71,7 @@ def test_a_draft_is_what_the_targets_tokenizer_makes_of_the_text(target: str, dr
     """The draft model writes the rest of a text: the target's own tokens of it, wherever the draft begins."""
     between, ids = pair(target, draft), TEXTS[target].encode(text)
     known = ids[: max(1, int(part * len(ids)))]
-    reading = read(between, known)
+    reading = read(between, *([token] for token in known))
     before = TEXTS[target].text(known).removesuffix(reading.pending).decode()
     drafted = TEXTS[draft].encode(text[len(before) :])
     if any(reading.ends(token) for token in drafted):
