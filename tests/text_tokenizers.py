@@ -20,6 +20,7 @@ OTHER_LINES = [
     "Numbers like 1, 22 and 333 end; other things then start again and again.",
     "A tower of the town is another thing than that café, she thinks.",
     "while the sum is small:\n\tadd the next number, then the other one",
+    "one\n  \ntwo\n  \nthree\n  \nfour",
 ]
 MARKERS = ["<|im_start|>", "<|im_end|>"]
 SPLIT = r"""[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""

@@ -141,6 +141,46 @@ def reference_drafts(model: PreTrainedModel, between: Translation, known: list[i
     return drafts[:k]
 
 
+def beginnings_within_characters() -> list[list[int]]:
+    """A line cut within each of its characters of several tokens."""
+    ids, gpt = TOKENIZERS["gpt"]()(LINES[2])["input_ids"], text_of("gpt")
+    return [ids[:n] for n in range(1, len(ids)) if not _decodes(gpt.text(ids[:n]))]
+
+
+def _decodes(text: bytes) -> bool:
+    try:
+        return bool(text.decode())
+    except UnicodeDecodeError:
+        return False
+
+
+def test_a_character_that_a_text_ends_within_is_drafted_to_its_end(target, tmp_path: Path):
+    begun = beginnings_within_characters()
+    between = Translation(text_of("gpt"), text_of("qwen"))
+    made = proposer(target, loaded(reciter("qwen"), tmp_path), between)
+    drafts = keep_drafts(made)
+    Engine(target, made, CONFIG).generate([ids[:-1] for ids in begun], SamplingParams(max_tokens=6))
+    line = TOKENIZERS["gpt"]()(LINES[2])["input_ids"]
+    assert len(begun) > 10
+    for request, ids in enumerate(begun):
+        assert drafts[request, len(ids)][:2] == line[len(ids) : len(ids) + 2]
+
+
+def test_the_first_token_of_a_draft_ends_the_character_whatever_the_model_likes(target, tmp_path: Path):
+    random = rand_llama(1, vocab_size=text_of("qwen").num_ids, max_position_embeddings=128)
+    made = proposer(target, loaded(random, tmp_path), Translation(text_of("gpt"), text_of("qwen")))
+    write, seen = made._write, []
+
+    def check(texts, wanted) -> None:
+        write(texts, wanted)
+        seen.extend((text.drafted, text.reading.allowed([])) for text in texts if text.reading.pending)
+
+    made._write = check
+    Engine(target, made, CONFIG).generate(beginnings_within_characters(), SamplingParams(max_tokens=6))
+    assert len(seen) > 5 and all(drafted[0] in allowed for drafted, allowed in seen if drafted)
+    assert any(drafted for drafted, _ in seen)
+
+
 def test_long_texts_are_read_in_several_forwards(target, plain, tmp_path: Path, monkeypatch):
     between, head = Translation(text_of("gpt"), text_of("llama")), loaded(reciter("llama"), tmp_path)
     seen = []
