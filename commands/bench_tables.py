@@ -41,7 +41,7 @@ def heads(
     seeded: Annotated[str, typer.Option(help="Heads trained and measured once a seed, as eagle3,dflash.")] = "",
     num_draft_tokens: Annotated[str, typer.Option(help="Draft tokens a step, of every head.")] = "5",
     more_draft_tokens: Annotated[
-        str, typer.Option(help="Further ones, of heads that draft all tokens in one pass.")
+        str, typer.Option(help="Further ones at the largest batch, of heads that draft all in one pass.")
     ] = "7,12",
     batch_sizes: BatchSizes = "1,16",
     temperatures: Annotated[str, typer.Option(help="As 0,1; above 0 drafts are drawn from the head's law.")] = "0,1",

@@ -44,8 +44,8 @@ def fill(record: Record, plan: Plan, work: Work) -> None:
 
 
 def loads_and_sets(plan: Plan, head: Head, num_draft_tokens: int) -> Iterable[tuple[Load, str]]:
-    """Every measurement of a row."""
-    for batch_size in plan.batch_sizes:
+    """Every measurement of a row; `more_draft_tokens` are for acceptance, which the largest batch shows soonest."""
+    for batch_size in plan.batch_sizes if num_draft_tokens in plan.num_draft_tokens else plan.batch_sizes[-1:]:
         for temperature in plan.temperatures:
             for name in plan.prompts:
                 yield Load(num_draft_tokens, batch_size, temperature), name
