@@ -7,7 +7,6 @@ are the draft model's likeliest text as point masses: verification is exact what
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -208,4 +207,5 @@ def _parts(spans: Sequence[_Span]) -> Iterator[tuple[list[_Span], int]]:
 
 
 def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

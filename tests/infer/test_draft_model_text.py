@@ -1,5 +1,6 @@
 """Draft models of another tokenizer in the engine: lossless, kept when right, the same drafts whatever the batch."""
 
+import copy
 import dataclasses
 from collections import Counter
 from pathlib import Path
@@ -255,3 +256,16 @@ def test_sampled_output_follows_the_targets_law(tmp_path: Path):
     assert law.chi_square_p(counts, law.exact_law(each[0]), samples) > 1e-4
     statistics = engine.statistics
     assert 0.03 * statistics.draft_tokens < statistics.accepted_tokens < statistics.draft_tokens
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_drafts_beside_recorded_steps(tmp_path: Path):
+    """The target's steps are replayed, padded to a size; the draft model runs call by call between them."""
+    model = copy.deepcopy(reciter("gpt")).to("cuda")
+    target = Target.from_model(model, TOKENIZERS["gpt"]())
+    config = dataclasses.replace(CONFIG, block_size=16, max_batch_tokens=256)
+    plain = Engine(target, NoneProposer(), dataclasses.replace(config, num_draft_tokens=0)).generate(prompts(), GREEDY)
+    head = loaded(reciter("qwen"), tmp_path).to("cuda")
+    engine = Engine(target, proposer(target, head, Translation(text_of("gpt"), text_of("qwen"))), config)
+    assert [o.token_ids for o in engine.generate(prompts(), GREEDY)] == [o.token_ids for o in plain]
+    assert engine.statistics.draft_acceptance_rate > 0.7
