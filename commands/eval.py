@@ -10,7 +10,31 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from .acceptance import acceptance_rates
-from .methods import PLAIN, DraftTokens, draft_tokens, load_heads, methods_of, uses_suffix
+from .method_options import (
+    DraftModel,
+    DraftPolicy,
+    DraftSampling,
+    Method,
+    NgramMatch,
+    NgramMax,
+    NgramMin,
+    NumDraftTokens,
+    SuffixCache,
+    SuffixMaxCachedRequests,
+    SuffixMaxDepth,
+    SuffixMaxFactor,
+    SuffixMinTokenProb,
+    TensorParallelSize,
+)
+from .methods import (
+    PLAIN,
+    DraftTokens,
+    check_one_device,
+    draft_tokens,
+    load_heads,
+    methods_of,
+    with_draft_model,
+)
 from .options import (
     AcceptanceLength,
     AcceptanceRates,
@@ -62,6 +86,7 @@ class Options(NamedTuple):
     model: str
     prompts: list[Path]
     head: Path | None = None
+    draft_model: Path | None = None
     method: str | None = None
     num_draft_tokens: int | None = None
     draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
@@ -100,43 +125,12 @@ class Options(NamedTuple):
     out: Path = Path("eval")
     overwrite: bool = False
     allow_package: list[str] | None = None
+    tensor_parallel_size: int | None = None
+    draft_tensor_parallel_size: int | None = None
 
 
 Head = Annotated[Path | None, typer.Option(help="Head folder written by `spectrain fit`, or a draft model's.")]
 Prompts = Annotated[list[Path], typer.Option(help="JSONL files of prompts; one result a file.")]
-Method = Annotated[
-    str | None,
-    typer.Option(
-        help="`none` for plain decoding, `ngram`, `ngram_gpu`, `suffix`, `custom:module:Class`, `synthetic` for free "
-        "drafts, `mtp` for layers of the target's own checkpoint, the head's own, or `suffix+` one of the last two; "
-        "draft_model or pard where --head is an ordinary model. "
-        "Several between commas are compared. Default: the head's."
-    ),
-]
-NumDraftTokens = Annotated[
-    int | None, typer.Option(help="Draft tokens a step; else the head's own default, 24 for suffix, 3 for others.")
-]
-NgramMin = Annotated[
-    int | None, typer.Option(help="Shortest n-gram looked up; --ngram-max if only that is given, or 5.")
-]
-NgramMax = Annotated[
-    int | None, typer.Option(help="Longest n-gram looked up; --ngram-min if only that is given, or 5.")
-]
-NgramMatch = Annotated[
-    Literal["earliest", "latest"] | None,
-    typer.Option(help="Which occurrence of an n-gram is continued; the earliest, as in vLLM, if not given."),
-]
-SuffixMaxDepth = Annotated[int | None, typer.Option(help="Tokens of a match and its draft together; 24.")]
-SuffixMaxCachedRequests = Annotated[int | None, typer.Option(help="Earlier responses that are searched; 10000.")]
-SuffixMaxFactor = Annotated[float | None, typer.Option(help="Suffix draft tokens a matched token; 1.")]
-SuffixMinTokenProb = Annotated[float | None, typer.Option(help="Suffix drafts end below this frequency; 0.1.")]
-SuffixCache = Annotated[
-    Path | None, typer.Option(help="File of responses that suffix decoding starts from and that this run adds to.")
-]
-DraftSampling = Annotated[Literal["greedy", "probabilistic"], typer.Option(help="How drafts are drawn.")]
-DraftPolicy = Annotated[
-    Literal["fixed", "adaptive"], typer.Option(help="`adaptive` verifies the drafts that pay and rests where none do.")
-]
 Limit = Annotated[int | None, typer.Option(help="Prompts a file.")]
 BatchSize = Annotated[int, typer.Option(help="Requests decoded together.")]
 NumBlocks = Annotated[int | None, typer.Option(help="Cache blocks of 16 tokens; what the prompts need otherwise.")]
@@ -149,6 +143,7 @@ def evaluate(
     model: Model,
     prompts: Prompts,
     head: Head = None,
+    draft_model: DraftModel = None,
     method: Method = None,
     num_draft_tokens: NumDraftTokens = None,
     draft_sampling: DraftSampling = "greedy",
@@ -187,6 +182,8 @@ def evaluate(
     out: Out = Path("eval"),
     overwrite: Overwrite = False,
     allow_package: AllowPackage = None,
+    tensor_parallel_size: TensorParallelSize = None,
+    draft_tensor_parallel_size: TensorParallelSize = None,
 ) -> None:
     """Decodes prompts plainly and with each method, through the same engine; reports speed and whether outputs agree.
 
@@ -199,6 +196,8 @@ def evaluate(
 
 def run(options: Options, *, quiet: bool = False) -> "list[MethodResult]":
     """Measures every method on every prompt file, writes the report folder and, unless `quiet`, prints the table."""
+    check_one_device(options)
+    options = with_draft_model(options)
     names = methods_of(options)
     _check_out(options)
     params = _params(options)
@@ -206,7 +205,7 @@ def run(options: Options, *, quiet: bool = False) -> "list[MethodResult]":
     from ..infer.report import print_table
     from ..infer.target import Target
     from .devices import device_of, dtype_of
-    from .methods import load_suffix_cache
+    from .methods import load_suffix_cache, save_suffix_cache
 
     device = device_of(options.device)
     target = Target.load(
@@ -232,7 +231,7 @@ def run(options: Options, *, quiet: bool = False) -> "list[MethodResult]":
             measured += compare(works, builds, progress)
     results = [m.result for m in measured]
     _write(options, methods, target, measured)
-    _save_responses(options, target, responses, measured)
+    save_suffix_cache(options, target, responses, measured)
     if not quiet:
         print_table(results)
         print(f"report: {options.out / 'report.html'}")
@@ -374,17 +373,6 @@ def _write_outputs(path: Path, target: "Target", measured: "Sequence[Measured]")
                         "text": text,
                     }
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def _save_responses(
-    options: Options, target: "Target", earlier: "Sequence[np.ndarray]", measured: "Sequence[Measured]"
-) -> None:
-    """Adds what one suffix method wrote, which is what all of them did, to the file of responses."""
-    from .methods import save_suffix_cache
-
-    method = next((m.result.method for m in measured if uses_suffix(m.result.method)), None)
-    fresh = [output.token_ids for m in measured if m.result.method == method for output in m.outputs]
-    save_suffix_cache(options, target, [*earlier, *fresh])
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..infer.target import Target
 
 MODEL_METHODS = ("draft_model", "pard")
-"""Methods that any causal language model of the target's tokenizer can serve, whoever trained it."""
+"""Methods that any causal language model can serve, whoever trained it; pard with the target's tokenizer alone."""
 
 
 def is_model(folder: Path, method: str | None) -> bool:
@@ -54,32 +54,6 @@ def load_trained(folder: Path, target: "Target", model: str, allowed_packages: C
             )
     warn_of_differences(loaded.record, target, folder, model)
     return loaded
-
-
-def load_model(folder: Path, method: str, target: "Target", model: str) -> "LoadedHead":
-    """A language model's or an assistant's folder as a draft head for a target.
-
-    Raises HeadError where its shape or its tokenizer is not what drafting needs.
-    """
-    from ..heads.draft_model import DraftModel, DraftModelConfig
-    from ..heads.folder import LoadedHead
-    from ..heads.gemma4_assistant import load_assistant
-    from ..heads.model_folder import ModelFolder, check_same_tokens
-    from ..heads.pard import Pard, PardConfig
-
-    if is_assistant(folder):
-        assistant = load_assistant(folder, target.facts, target.config)
-        return LoadedHead(assistant.to(device=target.device, dtype=target.dtype), {})
-    found = ModelFolder(folder)
-    check_same_tokens(target.tokenizer, found.tokenizer(), (model, str(folder)))
-    whole = {"num_layers": found.facts.num_layers}
-    if method == "pard":
-        head = Pard(PardConfig.derive_from(target.facts, whole, found))
-    else:
-        head = DraftModel(DraftModelConfig.derive_from(target.facts, whole, found))
-    head.start_from(found)
-    head.assert_filled()
-    return LoadedHead(head.to(device=target.device, dtype=target.dtype), {})
 
 
 def load_targets_own(target: "Target", model: str) -> "LoadedHead":

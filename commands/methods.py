@@ -4,13 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .heads import head_proposer, is_assistant, is_model, load_model, load_targets_own, load_trained
+from .heads import head_proposer, is_assistant, is_model, load_targets_own, load_trained
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ..heads.folder import LoadedHead
     from ..infer.engine import EngineConfig
+    from ..infer.evaluate import Measured
     from ..infer.proposers.base import Proposer
     from ..infer.proposers.ngram_rule import NgramRule
     from ..infer.proposers.suffix import SuffixProposer, SuffixSettings
@@ -30,6 +31,29 @@ SUFFIX_SETTINGS = ("max_depth", "max_cached_requests", "max_factor", "min_token_
 
 class MethodError(ValueError):
     """A method that is not there, lacks what it needs or was given another's options; the message says what would."""
+
+
+def with_draft_model(options: "Options") -> "Options":
+    """The options with --draft-model as the head of method draft_model, which it asks for if nothing else is."""
+    folder = options.draft_model
+    if folder is None:
+        return options
+    if options.head is not None:
+        raise MethodError(f"one of --head and --draft-model drafts, found {options.head} and {folder}; drop one")
+    if not (folder / "config.json").is_file():
+        raise MethodError(f"--draft-model must be a model's folder, found no config.json in {folder}; check the path")
+    return options._replace(head=folder, method=options.method or "draft_model")
+
+
+def check_one_device(options: "Options") -> None:
+    """Raises MethodError for tensor parallelism, which the engine does not have, of the target or the draft model."""
+    asked = {"tensor": options.tensor_parallel_size, "draft-tensor": options.draft_tensor_parallel_size}
+    for name, size in asked.items():
+        if size not in (None, 1):
+            raise MethodError(
+                f"tensor parallelism is not supported: target and draft model each run on one device, found "
+                f"--{name}-parallel-size {size}; drop it"
+            )
 
 
 def methods_of(options: "Options") -> list[str]:
@@ -114,7 +138,9 @@ def _load_given(options: "Options", target: "Target", names: Sequence[str]) -> "
     assert options.head is not None
     method = model_method(options.head, names)
     if method is not None:
-        return load_model(options.head, method, target, options.model)
+        from .draft_models import load_model
+
+        return load_model(options.head, method, target, options.model, options.draft_sampling)
     return load_trained(options.head, target, options.model, options.allow_package or ())
 
 
@@ -150,6 +176,13 @@ def proposer_maker(
 ) -> "Callable[[EngineConfig], Proposer]":
     """What makes the method's proposer for an engine; its draft tokens may be fewer than `tokens`, 0 for none."""
 
+    def of_head(loaded: "LoadedHead", k: int, config: "EngineConfig") -> "Proposer":
+        from .draft_models import TextDraftModel, text_proposer
+
+        if isinstance(loaded, TextDraftModel):
+            return text_proposer(loaded, target, k, config)
+        return head_proposer(target, loaded, k, options.draft_sampling, options.allow_package or ())
+
     def make(config: "EngineConfig") -> "Proposer":
         k = config.num_draft_tokens
         if not k:
@@ -169,8 +202,7 @@ def proposer_maker(
 
             return CustomProposer(name.removeprefix(CUSTOM), config, target.vocab_size)
         assert loaded is not None
-        packages = options.allow_package or ()
-        head = head_proposer(target, loaded, min(k, tokens.head), options.draft_sampling, packages)
+        head = of_head(loaded, min(k, tokens.head), config)
         if not name.startswith(WITH_SUFFIX):
             return head
         from ..infer.proposers.hybrid import HybridProposer
@@ -191,15 +223,22 @@ def load_suffix_cache(options: "Options", target: "Target") -> "list[np.ndarray]
     return load_responses(path, tokenizer_hash(target.tokenizer), target.vocab_size)
 
 
-def save_suffix_cache(options: "Options", target: "Target", responses: "Sequence[Sequence[int] | np.ndarray]") -> None:
-    """Writes --suffix-cache, the newest responses that a cache may hold."""
+def save_suffix_cache(
+    options: "Options", target: "Target", earlier: "Sequence[np.ndarray]", measured: "Sequence[Measured]"
+) -> None:
+    """Adds what one suffix method wrote, which is what all of them did, to the file of --suffix-cache.
+
+    The newest responses that a cache may hold are kept.
+    """
     if options.suffix_cache is None:
         return
     from ..infer.prompts import tokenizer_hash
     from ..infer.proposers.suffix_responses import save_responses
 
+    method = next((m.result.method for m in measured if uses_suffix(m.result.method)), None)
+    fresh = [output.token_ids for m in measured if m.result.method == method for output in m.outputs]
     kept = _suffix_settings(options).max_cached_requests
-    save_responses(options.suffix_cache, responses[-kept:] if kept else (), tokenizer_hash(target.tokenizer))
+    save_responses(options.suffix_cache, [*earlier, *fresh][-kept:] if kept else (), tokenizer_hash(target.tokenizer))
 
 
 def _refuse_without_head(names: Sequence[str], with_head: Sequence[str]) -> None:

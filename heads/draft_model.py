@@ -4,6 +4,7 @@ It looks at tokens alone, brings its own embeddings and output head, and starts 
 target itself, or from all of a smaller one. Its folder loads in transformers and vLLM as any model does.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
@@ -28,13 +29,18 @@ ARCHITECTURES: dict[Family, str] = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+VOCABULARY_TENSORS = ("model.embed_tokens.", "lm_head.")
 SHARE_OF_LAYERS = 6
 """A draft model made of the target keeps one layer in so many, unless told otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModelConfig(DecoderConfig):
-    """Shape of a draft model, and the layers of the model it starts from."""
+    """Shape of a draft model, and the layers of the model it starts from.
+
+    It drafts over the first `draft_vocab_size` ids. Those of a model that `fit` writes are all; a model that is served
+    as it is may know fewer than the target, whose matrices are padded to a size of their own.
+    """
 
     network = "spectrain.heads.draft_model:DraftModel"
     objective = "spectrain.train.objectives.draft_model:DraftModelObjective"
@@ -51,11 +57,6 @@ class DraftModelConfig(DecoderConfig):
         super().__post_init__()
         if self.layer_ids:
             raise HeadError(f"a draft model sees tokens alone, found head.layer_ids {list(self.layer_ids)}; drop them")
-        if self.draft_vocab_size != self.vocab_size:
-            raise HeadError(
-                f"a draft model drafts over the whole vocabulary of {self.vocab_size}, found head.draft_vocab_size "
-                f"{self.draft_vocab_size}; set it to null"
-            )
         if len(self.source_layers) != self.num_layers:
             raise HeadError(
                 f"head.source_layers must name one layer for each of the {self.num_layers} of head.num_layers, found "
@@ -78,6 +79,11 @@ class DraftModelConfig(DecoderConfig):
     def _values(cls, target: TargetFacts, settings: Mapping[str, Any], model: TargetFacts) -> dict[str, Any]:
         """Every field but `target`; `model` is what the draft model starts from."""
         wanted = {key: value for key, value in settings.items() if value is not None}
+        if wanted.get("draft_vocab_size", target.vocab_size) != target.vocab_size:
+            raise HeadError(
+                f"a draft model drafts over the whole vocabulary of {target.vocab_size}, found head.draft_vocab_size "
+                f"{wanted['draft_vocab_size']}; set it to null"
+            )
         family = wanted.get("family", FAMILIES.get(model.model_type))
         if family is None:
             raise HeadError(
@@ -93,6 +99,10 @@ class DraftModelConfig(DecoderConfig):
         vocabulary = {"vocab_size": target.vocab_size, "draft_vocab_size": target.vocab_size}
         own_fields = {"layer_ids": (), "family": family, "tie_word_embeddings": False}
         return {**cls.implied(model), **vocabulary, **own_fields, **wanted}
+
+    def served_as_it_is(self, num_rows: int, num_tokens: int) -> Self:
+        """The config that embeds `num_rows` ids and drafts over the first `num_tokens` of them."""
+        return dataclasses.replace(self, vocab_size=num_rows, draft_vocab_size=min(num_tokens, num_rows))
 
     def serving_config(self) -> dict[str, Any]:
         """An ordinary model's config; served with `{"method": "draft_model", "model": FOLDER}`.
@@ -146,7 +156,7 @@ class DraftModel(DecoderHead):
         self.config = config
         self.model = Decoder(config)
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size)
+            self.lm_head = Linear(config.hidden_size, config.draft_vocab_size)
 
     def forward(self, rows: TokenRows, attend: Attend) -> Tensor:
         """The states [..., hidden] that go into `logits`, over rows of any leading shape."""
@@ -160,7 +170,14 @@ class DraftModel(DecoderHead):
         return nn.functional.embedding(token_ids, self.model.embed_tokens.weight)
 
     def output_weight(self, target: TargetTensors) -> Tensor:
-        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+        if self.config.tie_word_embeddings:
+            return self.model.embed_tokens.weight[: self.config.draft_vocab_size]
+        return self.lm_head.weight
+
+    def draft_to_target(self) -> Tensor | None:
+        if self.config.draft_vocab_size == self.config.vocab_size:
+            return None
+        return torch.arange(self.config.draft_vocab_size, device=self.model.embed_tokens.weight.device)
 
     def initialise(self, target: TargetTensors, generator: torch.Generator) -> None:
         """Random layers; the target's embeddings, norm and output head where they have the draft model's width."""
@@ -194,8 +211,8 @@ class DraftModel(DecoderHead):
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 tensor = model.tensor(self._source_name(name, model))
-                if parameter.shape[0] == self.config.vocab_size:
-                    tensor = _with_rows(tensor, self.config.vocab_size)
+                if name.startswith(VOCABULARY_TENSORS):
+                    tensor = _with_rows(tensor, len(parameter))
                 if tensor.shape != parameter.shape:
                     raise HeadError(
                         f"{name} must have shape {list(parameter.shape)}, found {list(tensor.shape)} in {model.name}; "

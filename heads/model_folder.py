@@ -97,13 +97,34 @@ def check_same_tokens(ours: Any, theirs: Any, names: tuple[str, str]) -> None:
     """Raises HeadError with the first id whose token differs between two tokenizers; None of either is not compared."""
     if ours is None or theirs is None:
         return
-    first, second = ({i: token for token, i in tokenizer.get_vocab().items()} for tokenizer in (ours, theirs))
-    for i in sorted(first.keys() | second.keys()):
-        if first.get(i) != second.get(i):
-            raise HeadError(
-                f"{names[0]} and {names[1]} must share one tokenizer, found id {i} to be {first.get(i)!r} and "
-                f"{second.get(i)!r}; give a model of the target's tokenizer"
-            )
+    difference = first_difference(ours, theirs)
+    if difference is not None:
+        raise HeadError(
+            f"{names[0]} and {names[1]} must share one tokenizer, found {difference}; give a model of the target's "
+            f"tokenizer"
+        )
+
+
+def first_difference(ours: Any, theirs: Any) -> str | None:
+    """The first id whose token differs between two tokenizers, in words; None where they are one."""
+    first, second = _tokens_by_id(ours), _tokens_by_id(theirs)
+    i = next((i for i in sorted(first.keys() | second.keys()) if first.get(i) != second.get(i)), None)
+    return None if i is None else f"id {i} to be {first.get(i)!r} and {second.get(i)!r}"
+
+
+def shared_vocabulary(ours: Any, theirs: Any) -> int | None:
+    """How many ids from 0 on name the same token in both tokenizers, where no later id is named by both; else None.
+
+    Tokenizers of one family may differ in a few tokens at the end, as matrices do in padding.
+    """
+    first, second = _tokens_by_id(ours), _tokens_by_id(theirs)
+    ids = sorted(first.keys() | second.keys())
+    end = next((i for i in ids if first.get(i) != second.get(i)), ids[-1] + 1)
+    return None if any(i >= end for i in first.keys() & second.keys()) else end
+
+
+def _tokens_by_id(tokenizer: Any) -> dict[int, str]:
+    return {i: token for token, i in tokenizer.get_vocab().items()}
 
 
 def _folder_of(model: str | Path) -> Path:

@@ -117,12 +117,16 @@ def test_eval_measures_the_head_and_any_model_of_the_tokenizer(world: World, tmp
     """The head by its own record; the target as its own draft model, all of whose drafts are right."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a b c", "k", "x y z a b")))
-    shared = ("--model", world.folder / "target", "--prompts", prompts, "--max-new-tokens", 12, "--ignore-eos")
+    settings = ("--prompts", prompts, "--max-new-tokens", 12, "--ignore-eos")
+    shared = ("--model", world.folder / "target", *settings)
     code, _ = run_eval(capsys, *shared, "--head", world.folder / "head", "--out", tmp_path / "own")
     report = json.loads((tmp_path / "own" / "report.json").read_text())
     assert code == 0 and report["method"] == world.method and report["lossless"]["passed"]
-    whole = ("--head", world.folder / "target", "--method", "draft_model", "--num-draft-tokens", 3)
-    code, _ = run_eval(capsys, *shared, *whole, "--out", tmp_path / "self")
+    # a target that says nothing but its tokenizer's tokens: no others are drafted
+    rand_llama(2, vocab_size=len(VOCABULARY), max_position_embeddings=128).save_pretrained(tmp_path / "whole")
+    word_tokenizer(PLAIN).save_pretrained(tmp_path / "whole")
+    whole = ("--model", tmp_path / "whole", "--draft-model", tmp_path / "whole", "--num-draft-tokens", 3)
+    code, _ = run_eval(capsys, *settings, *whole, "--out", tmp_path / "self")
     report = json.loads((tmp_path / "self" / "report.json").read_text())
     assert code == 0 and report["method"] == "draft_model" and report["draft_acceptance_rate"] == 1.0
 
@@ -130,9 +134,10 @@ def test_eval_measures_the_head_and_any_model_of_the_tokenizer(world: World, tmp
     swapped[9], swapped[12] = swapped[12], swapped[9]
     rand_llama(2).save_pretrained(tmp_path / "small")
     word_tokenizer(PLAIN, words=swapped).save_pretrained(tmp_path / "small")
-    arguments = ("--head", tmp_path / "small", "--method", "draft_model", "--out", tmp_path / "small-report")
-    code, shown = run_eval(capsys, *shared, *arguments)
-    assert code == 2 and "must share one tokenizer, found id 9" in shown
+    for method, refusal in (("pard", "must share one tokenizer"), ("draft_model", "do not share one tokenizer")):
+        arguments = ("--head", tmp_path / "small", "--method", method, "--out", tmp_path / "small-report")
+        code, shown = run_eval(capsys, *shared, *arguments)
+        assert code == 2 and f"{refusal}, found id 9 to be 'c' and 'f'" in shown
 
 
 @pytest.mark.parametrize("method", ["draft_model", "pard"])
