@@ -20,6 +20,7 @@ from .flight import Clock, Flight, Verified
 from .graphs import GraphCache, RecordingError
 from .planes import BlockPool, Planes, PlaneSpec
 from .proposers.base import Proposer, Released
+from .recurrent import States
 from .request import Request, RequestOutput
 from .runner import BUCKETS, Runner
 from .sampling import SamplingParams, SamplingTable
@@ -46,7 +47,7 @@ class EngineConfig:
     max_batch_tokens: int = 2048
     max_batch_size: int = 64
     max_length: int | None = None  # None: the target's
-    prefix_cache: bool = True  # requests share the blocks of a common beginning
+    prefix_cache: bool = True  # requests share the blocks of a common beginning; not of targets with recurrent states
     memory_share: float = 0.8  # of what is free when the engine is built; used where num_blocks is None
     eager: bool = False  # no fused layers, no CUDA graphs, and no step is launched before the last one was read
     launch_ahead: bool | None = None  # launch a step before the last one was read; None: where graphs are used
@@ -109,11 +110,15 @@ class Engine:
         specs = (*target.plane_specs, *requirements.planes)
         spare_slots = requirements.spare_slots(config.num_draft_tokens)
         num_blocks = self._num_blocks(specs, self.max_length + spare_slots)
+        # a block holds no recurrent state, so that a request cannot begin behind one
+        prefix_cache = config.prefix_cache and not target.state_specs
         self.pool = BlockPool(
-            num_blocks, config.block_size, prefix_cache=config.prefix_cache, next_token=requirements.next_token
+            num_blocks, config.block_size, prefix_cache=prefix_cache, next_token=requirements.next_token
         )
         planes = Planes(specs, num_blocks, config.block_size, target.device)
-        target.bind(planes)
+        target.bind(
+            planes, States(target.state_specs, config.max_batch_size + 1, config.num_draft_tokens, target.device)
+        )
         self.scheduler = Scheduler(self.pool, config.max_batch_tokens, config.max_batch_size)
         self.table = RequestTable(
             config.max_batch_size,
@@ -390,7 +395,7 @@ class Engine:
     def _num_blocks(self, specs: Sequence[PlaneSpec], slots: int) -> int:
         """Blocks for a full batch of so many slots each, or as many as memory holds, unless the config says."""
         block_bytes = sum(spec.bytes_per_token for spec in specs) * self.config.block_size
-        free = _free_memory(self.target.device)
+        free = _free_memory(self.target.device) - self._state_bytes()
         given = self.config.num_blocks
         if given is not None:
             if given * block_bytes > free:
@@ -401,6 +406,19 @@ class Engine:
             return given
         wanted = self.config.max_batch_size * -(-slots // self.config.block_size) + 1
         return max(2, min(wanted, int(free * self.config.memory_share) // block_bytes))
+
+    def _state_bytes(self) -> int:
+        """What the target's recurrent layers keep of a full batch and of nobody; raises EngineError beyond memory."""
+        config, free = self.config, _free_memory(self.target.device)
+        each = sum(spec.bytes_per_request(config.num_draft_tokens) for spec in self.target.state_specs)
+        taken = (config.max_batch_size + 1) * each
+        if taken > free:
+            raise EngineError(
+                f"the recurrent states of {config.max_batch_size} requests, {config.num_draft_tokens + 1} of each, take "
+                f"{taken / 2**30:.1f} GiB, free are {free / 2**30:.1f}; lower --batch-size to "
+                f"{max(1, free // each - 2)} or less, or draft fewer tokens"
+            )
+        return taken
 
 
 def _output_of(request: Request) -> RequestOutput:
