@@ -395,7 +395,16 @@ class Engine:
     def _num_blocks(self, specs: Sequence[PlaneSpec], slots: int) -> int:
         """Blocks for a full batch of so many slots each, or as many as memory holds, unless the config says."""
         block_bytes = sum(spec.bytes_per_token for spec in specs) * self.config.block_size
-        free = _free_memory(self.target.device) - self._state_bytes()
+        free, k = _free_memory(self.target.device), self.config.num_draft_tokens
+        each = sum(spec.bytes_per_request(k) for spec in self.target.state_specs)
+        state_bytes = each * (self.config.max_batch_size + 1)
+        if state_bytes > free:
+            raise EngineError(
+                f"the recurrent states of {self.config.max_batch_size} requests, {k + 1} of each, take "
+                f"{state_bytes / 2**30:.1f} GiB, free are {free / 2**30:.1f}; lower --batch-size to "
+                f"{max(1, free // each - 2)} or less, or draft fewer tokens"
+            )
+        free -= state_bytes
         given = self.config.num_blocks
         if given is not None:
             if given * block_bytes > free:
@@ -406,19 +415,6 @@ class Engine:
             return given
         wanted = self.config.max_batch_size * -(-slots // self.config.block_size) + 1
         return max(2, min(wanted, int(free * self.config.memory_share) // block_bytes))
-
-    def _state_bytes(self) -> int:
-        """What the target's recurrent layers keep of a full batch and of nobody; raises EngineError beyond memory."""
-        config, free = self.config, _free_memory(self.target.device)
-        each = sum(spec.bytes_per_request(config.num_draft_tokens) for spec in self.target.state_specs)
-        taken = (config.max_batch_size + 1) * each
-        if taken > free:
-            raise EngineError(
-                f"the recurrent states of {config.max_batch_size} requests, {config.num_draft_tokens + 1} of each, take "
-                f"{taken / 2**30:.1f} GiB, free are {free / 2**30:.1f}; lower --batch-size to "
-                f"{max(1, free // each - 2)} or less, or draft fewer tokens"
-            )
-        return taken
 
 
 def _output_of(request: Request) -> RequestOutput:

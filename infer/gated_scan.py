@@ -2,7 +2,7 @@
 
 Gated delta nets (Yang et al., 2024) and Mamba-2 (Dao and Gu, 2024) are one recurrence over a state S [key, value]:
 
-    S_t = a_t S_{t-1} + k_t u_t^T,    o_t = S_t^T q_t,    u_t = b_t (v_t - a_t S_{t-1}^T k_t)   or, without b,   u_t = v_t
+    S_t = a_t S_{t-1} + k_t u_t^T,   o_t = S_t^T q_t,   u_t = b_t (v_t - a_t S_{t-1}^T k_t)   or, without b,   u_t = v_t
 
 Few rows of a request are computed one by one, in an order of operations that no neighbour changes, and leave the state
 after each of them; longer pieces of a prompt in chunks, of which only the last state is kept.
@@ -66,8 +66,8 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, memory: Tensor, 
 def gated_scan(x: ScanInputs, memory: Tensor, rows: RequestRows) -> Tensor:
     """Outputs [num_tokens, heads, value] of packed inputs, from the states kept before each request's first row.
 
-    memory [num_rows, kept, heads, key, value] then holds the state after every row of requests of up to `kept` rows, and
-    after the last row of longer ones. All in one dtype.
+    memory [num_rows, kept, heads, key, value] then holds the state after every row of requests of up to `kept` rows,
+    and after the last row of longer ones. All in one dtype.
     """
     kept = memory.shape[1]
     before = memory[rows.state_rows, (rows.starts - 1) % kept]

@@ -83,7 +83,7 @@ def check_parity(
         if not error <= bound:
             raise TargetError(
                 f"{name} is refused: packed with another request its logits are off by {error:.2g} relative to a lone "
-                f"forward, expected at most {bound:g}; its attention is not what it hands over, use another target"
+                f"forward, expected at most {bound:g}; a layer does more than it shows, use another target"
             )
 
 

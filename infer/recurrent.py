@@ -1,9 +1,10 @@
 """Layers that carry a state from token to token: what they keep of each request, and how their forward is replaced.
 
-Such a layer mixes tokens by a short causal convolution and, mostly, a recurrent state. What it keeps stands by row of the
-request table and by position: the newest convolution inputs, and the state after each of the last k + 1 positions. A step
-that begins at position p starts from the state after p - 1, whichever drafts were rejected before: what they left behind is
-overwritten by later rows of the same positions, as in a cache plane. Nothing is kept for the blocks of the prefix cache.
+Such a layer mixes tokens by a short causal convolution and, mostly, a recurrent state. What it keeps stands by row of
+the request table and by position: the newest convolution inputs, and the state after each of the last k + 1 positions.
+A step that begins at position p starts from the state after p - 1, whichever drafts were rejected before: what they
+left behind is overwritten by later rows of the same positions, as in a cache plane. The state before position 0 is
+zero, so that a row needs no clearing. Nothing is kept for blocks of the prefix cache, which such targets do without.
 """
 
 from collections.abc import Iterable

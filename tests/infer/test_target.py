@@ -15,7 +15,9 @@ from spectrain.infer.target import Target, TargetError
 from spectrain.tests.infer.packed import compare, run_scenario
 from spectrain.tests.models import (
     COMMON,
+    DELTA_NET,
     ROPE,
+    SSM,
     TARGETS,
     build,
     gemma3,
@@ -30,13 +32,6 @@ LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original
 LONG_FACTORS = [4.0, 3.0, 2.0, 5.0]
 HALF_SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-NEXT = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-QWEN_EXPERTS = {
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
 V4 = {
     "num_key_value_heads": 1,
     "head_dim": 16,
@@ -189,11 +184,18 @@ REFUSED = {
         lambda: build("Falcon", vocab_size=97, hidden_size=32, num_hidden_layers=4, num_attention_heads=4),
         "eager only",
     ),
-    "qwen3_next": (
-        lambda: build("Qwen3Next", **COMMON, **NEXT, **QWEN_EXPERTS, head_dim=8),
-        "3 of its 4 layers.*recurr",
+    "olmo_hybrid": (
+        lambda: build("OlmoHybrid", **COMMON, **DELTA_NET),
+        "2 of its 4 layers .first: 0. call no attention and carry a state of OlmoHybridGatedDeltaNet of no known kind",
     ),
-    "lfm2": (lambda: build("Lfm2", **COMMON, layer_types=["conv", "full_attention"] * 2), "2 of its 4 layers.*recurr"),
+    "jamba": (
+        lambda: build("Jamba", **COMMON, attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4, num_experts=2),
+        "2 of its 4 layers .first: 0. call no attention and carry a state of JambaMambaMixer of no known kind",
+    ),
+    "falcon_h1": (
+        lambda: build("FalconH1", **COMMON, head_dim=8, mamba_d_ssm=32, **{**SSM, "mamba_n_heads": 4}),
+        "packed with another request its logits are off",
+    ),
     "deepseek_v4": (lambda: build("DeepseekV4", **{**COMMON, **V4}), "more than attention over cached keys"),
     "diffllama": (lambda: build("DiffLlama", **COMMON), "calls attention 2 times a step"),
     "doge": (lambda: build("Doge", **COMMON), "more than attention over cached keys"),
