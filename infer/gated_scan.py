@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels import dispatch
 from .batch import RequestRows
 
 CHUNK = 64
@@ -70,31 +71,19 @@ def gated_scan(x: ScanInputs, memory: Tensor, rows: RequestRows) -> Tensor:
     and after the last row of longer ones. All in one dtype.
     """
     kept = memory.shape[1]
-    before = memory[rows.state_rows, (rows.starts - 1) % kept]
-    before = torch.where((rows.starts > 0).view(-1, 1, 1, 1), before, 0)
     stepwise = rows.counts <= kept
-    outputs, state = [], before
-    for t in range(min(rows.longest, kept)):
-        state, out = _step(state, x.take(rows.first + t, stepwise & (t < rows.counts)))
-        memory[rows.state_rows, (rows.starts + t) % kept] = state
-        outputs.append(out)
-    result = torch.stack(outputs, dim=1)[rows.owner, rows.offset.clamp(max=len(outputs) - 1)]
-    if rows.longest <= kept:
-        return result
-    counts = torch.where(stepwise, 0, rows.counts)
-    chunked, state = _chunked(x, before, rows._replace(counts=counts))
-    memory[torch.where(stepwise, len(memory) - 1, rows.state_rows), (rows.starts + rows.counts - 1) % kept] = state
-    return torch.where(stepwise[rows.owner].view(-1, 1, 1), result, chunked)
-
-
-def _step(state: Tensor, x: ScanInputs) -> tuple[Tensor, Tensor]:
-    """One row of each request on state [batch, heads, key, value]."""
-    state = state * x.log_decay.exp()[..., None, None]
-    update = x.v
-    if x.beta is not None:
-        update = (x.v - (state * x.k[..., None]).sum(-2)) * x.beta[..., None]
-    state = state + x.k[..., None] * update[..., None, :]
-    return state, (state * x.q[..., None]).sum(-2)
+    before = None
+    if rows.longest > kept:
+        before = memory[rows.state_rows, (rows.starts - 1) % kept]
+        before = torch.where((rows.starts > 0).view(-1, 1, 1, 1), before, 0)
+    where = rows.state_rows, rows.starts, rows.counts, rows.first
+    out = dispatch.gated_steps(*x, memory, *where, longest=rows.longest)
+    if before is None:
+        return out
+    chunked, after = _chunked(x, before, rows._replace(counts=torch.where(stepwise, 0, rows.counts)))
+    nobody = len(memory) - 1
+    memory[torch.where(stepwise, nobody, rows.state_rows), (rows.starts + rows.counts - 1) % kept] = after
+    return torch.where(stepwise[rows.owner].view(-1, 1, 1), out, chunked)
 
 
 def _chunked(x: ScanInputs, state: Tensor, rows: RequestRows) -> tuple[Tensor, Tensor]:
