@@ -36,7 +36,7 @@ class GatedDeltaNet:
     """Qwen3-Next and Qwen3.5: queries, keys and values convolved, then the gated delta rule by value head."""
 
     def __init__(self, module: Any) -> None:
-        self.module = module
+        self.module, self.activation = module, ACT2FN[module.activation]
 
     @classmethod
     def match(cls, module: nn.Module) -> Self | None:
@@ -55,7 +55,7 @@ class GatedDeltaNet:
         assert state.recurrent is not None
         m, wide = self.module, state.recurrent.dtype
         qkv, z, b, a = self._project(x)
-        qkv = ACT2FN[m.activation](_conv(m.conv1d, qkv, state, rows)).to(wide)
+        qkv = self.activation(_conv(m.conv1d, qkv, state, rows)).to(wide)
         keys, heads = m.num_k_heads * m.head_k_dim, m.num_v_heads
         q, k, v = qkv.split([keys, keys, heads * m.head_v_dim], dim=-1)
         q, k = (_unit(part.unflatten(-1, (m.num_k_heads, -1))) for part in (q, k))
@@ -82,7 +82,7 @@ class Mamba2:
     """Nemotron-H, Bamba and their kin: Mamba-2, a scan whose decay and writes are both scaled by the time step."""
 
     def __init__(self, module: Any) -> None:
-        self.module = module
+        self.module, self.activation = module, ACT2FN[module.activation]
 
     @classmethod
     def match(cls, module: nn.Module) -> Self | None:
@@ -101,7 +101,7 @@ class Mamba2:
         m, wide = self.module, state.recurrent.dtype
         width, channels = m.intermediate_size, m.conv1d.in_channels
         gate, mixed, dt = m.in_proj(x).split([width, channels, m.num_heads], dim=-1)
-        mixed = ACT2FN[m.activation](_conv(m.conv1d, mixed, state, rows)).to(wide)
+        mixed = self.activation(_conv(m.conv1d, mixed, state, rows)).to(wide)
         groups = m.n_groups * m.ssm_state_size
         values, k, q = mixed.split([width, groups, groups], dim=-1)
         q, k = (part.unflatten(-1, (m.n_groups, -1)) for part in (q, k))

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spectrain.infer.batch import RequestRows, request_rows
 from spectrain.infer.gated_scan import ScanInputs, causal_conv, gated_scan
@@ -133,3 +134,18 @@ def test_a_row_is_the_same_bit_for_bit_whatever_stands_beside_it():
     packed = gated_scan(join([others[0], others[1], others[2], text]), memory, rows)
     assert torch.equal(packed[-4:], alone)
     assert torch.equal(memory[0], alone_memory[0])
+
+
+@pytest.mark.parametrize("pieces", [[(0, 5, 3), (1, 0, 2)], [(0, 5, 70), (1, 0, 2)]], ids=["short", "long"])
+def test_nothing_is_read_on_the_host(pieces: list[tuple[int, int, int]]):
+    """What is recorded as a graph cannot wait for the device; fake tensors have no values to be read."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        lengths = [count for _, _, count in pieces]
+        batch = packed_batch([[0] * n for n in lengths], [5, 0], [range(40)] * 2, 4, torch.device("cpu"))
+        fake = type(batch)(*(mode.from_tensor(part) if isinstance(part, Tensor) else part for part in batch))
+        rows, n = request_rows(fake), sum(lengths)
+        inputs = torch.empty(n, HEADS, KEY), torch.empty(n, HEADS, KEY), torch.empty(n, HEADS, VALUE)
+        x = ScanInputs(*inputs, torch.empty(n, HEADS), torch.empty(n, HEADS))
+        assert gated_scan(x, torch.empty(3, 4, HEADS, KEY, VALUE), rows).shape == (n, HEADS, VALUE)
+        line, weight, memory = torch.empty(n, CHANNELS), torch.empty(CHANNELS, TAPS), torch.empty(3, 6, CHANNELS)
+        assert causal_conv(line, weight, None, memory, rows).shape == (n, CHANNELS)
