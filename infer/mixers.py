@@ -33,19 +33,21 @@ def find_recurrent_layers(model: nn.Module) -> tuple[RecurrentLayer, ...]:
 
 
 class GatedDeltaNet:
-    """Qwen3-Next and Qwen3.5: queries, keys and values convolved, then the gated delta rule by value head."""
+    """Qwen3-Next, Qwen3.5, OLMo hybrid: queries, keys and values convolved, then the gated delta rule by value head."""
 
     def __init__(self, module: Any) -> None:
         self.module, self.activation = module, ACT2FN[module.activation]
 
     @classmethod
     def match(cls, module: nn.Module) -> Self | None:
-        """The mixer of a module that projects to q, k, v, z, b and a, in two matrices or in four."""
-        own = {"conv1d.weight", "dt_bias", "A_log", "norm.weight", "out_proj.weight"}
-        grouped = own | {"in_proj_qkvz.weight", "in_proj_ba.weight"}
-        separate = own | {f"in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")}
+        """The mixer of a module that projects to q, k, v, z, b and a, in two matrices, in four or in six."""
+        own = {"conv1d.weight", "dt_bias", "A_log"}
+        grouped = {"in_proj_qkvz.weight", "in_proj_ba.weight", "norm.weight", "out_proj.weight"}
+        separate = {*(f"in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")), "norm.weight", "out_proj.weight"}
+        single = {*(f"{name}_proj.weight" for name in "qkvgbao"), "o_norm.weight"}
         named = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "activation")
-        return cls(module) if _parameters(module) in (grouped, separate) and _has(module, *named) else None
+        known = _tensors(module) in (own | grouped, own | separate, own | single)
+        return cls(module) if known and _has(module, *named) else None
 
     def spec(self, name: str) -> StateSpec:
         m = self.module
@@ -61,15 +63,19 @@ class GatedDeltaNet:
         q, k = (_unit(part.unflatten(-1, (m.num_k_heads, -1))) for part in (q, k))
         q, k = (part.repeat_interleave(heads // m.num_k_heads, dim=1) for part in (q * m.head_k_dim**-0.5, k))
         log_decay = -m.A_log.to(wide).exp() * F.softplus(a.to(wide) + m.dt_bias.to(wide))
-        inputs = ScanInputs(q, k, v.unflatten(-1, (heads, -1)), log_decay, b.sigmoid().to(wide))
-        out = gated_scan(inputs, state.recurrent, rows).to(x.dtype)
-        normed = m.norm(out.reshape(-1, m.head_v_dim), z.reshape(-1, m.head_v_dim))
-        return m.out_proj(normed.view(len(x), -1))
+        beta = b.sigmoid().to(wide) * (2 if getattr(m, "allow_neg_eigval", False) else 1)
+        out = gated_scan(ScanInputs(q, k, v.unflatten(-1, (heads, -1)), log_decay, beta), state.recurrent, rows)
+        norm, project = (m.norm, m.out_proj) if _has(m, "norm") else (m.o_norm, m.o_proj)
+        normed = norm(out.to(x.dtype).reshape(-1, m.head_v_dim), z.reshape(-1, m.head_v_dim))
+        return project(normed.view(len(x), -1))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k and v in one [num_tokens, channels], z, and b and a [num_tokens, value heads]."""
         m = self.module
-        if not _has(m, "in_proj_qkvz"):
+        if _has(m, "q_proj"):
+            qkv = torch.cat([m.q_proj(x), m.k_proj(x), m.v_proj(x)], dim=-1)
+            return qkv, m.g_proj(x), m.b_proj(x), m.a_proj(x)
+        if _has(m, "in_proj_qkv"):
             return m.in_proj_qkv(x), m.in_proj_z(x), m.in_proj_b(x), m.in_proj_a(x)
         share = m.num_v_heads // m.num_k_heads  # value heads of a key head stand beside it
         qkvz = m.in_proj_qkvz(x).unflatten(-1, (m.num_k_heads, -1))
@@ -79,18 +85,18 @@ class GatedDeltaNet:
 
 
 class Mamba2:
-    """Nemotron-H, Bamba and their kin: Mamba-2, a scan whose decay and writes are both scaled by the time step."""
+    """Nemotron-H, Bamba, Granite, Falcon-H1: Mamba-2, a scan whose decay and writes both go by the time step."""
 
     def __init__(self, module: Any) -> None:
         self.module, self.activation = module, ACT2FN[module.activation]
 
     @classmethod
     def match(cls, module: nn.Module) -> Self | None:
-        """The mixer of a module with one input projection, a gated norm behind the scan and a skip connection D."""
-        own = {"in_proj.weight", "conv1d.weight", "dt_bias", "A_log", "D", "norm.weight", "out_proj.weight"}
+        """The mixer of a module with one input projection, a gate or gated norm behind the scan, and a skip D."""
+        own = {"in_proj.weight", "conv1d.weight", "dt_bias", "A_log", "D", "out_proj.weight"}
         named = ("num_heads", "head_dim", "n_groups", "ssm_state_size", "intermediate_size", "activation")
-        named += ("time_step_limit",)
-        return cls(module) if _parameters(module) - _BIASES == own and _has(module, *named) else None
+        known = _tensors(module) - _BIASES - {"norm.weight", "mup_vector"} == own
+        return cls(module) if known and _has(module, *named, "time_step_limit") else None
 
     def spec(self, name: str) -> StateSpec:
         m = self.module
@@ -100,7 +106,8 @@ class Mamba2:
         assert state.recurrent is not None
         m, wide = self.module, state.recurrent.dtype
         width, channels = m.intermediate_size, m.conv1d.in_channels
-        gate, mixed, dt = m.in_proj(x).split([width, channels, m.num_heads], dim=-1)
+        projected = m.in_proj(x * getattr(m, "ssm_in_multiplier", 1.0)) * getattr(m, "mup_vector", 1.0)
+        gate, mixed, dt = projected.view(len(x), -1).split([width, channels, m.num_heads], dim=-1)
         mixed = self.activation(_conv(m.conv1d, mixed, state, rows)).to(wide)
         groups = m.n_groups * m.ssm_state_size
         values, k, q = mixed.split([width, groups, groups], dim=-1)
@@ -109,8 +116,9 @@ class Mamba2:
         values = values.unflatten(-1, (m.num_heads, -1))
         dt = F.softplus(dt.to(wide) + m.dt_bias.to(wide)).clamp(*m.time_step_limit)
         inputs = ScanInputs(q, k, values * dt[..., None], -m.A_log.to(wide).exp() * dt, None)
-        out = gated_scan(inputs, state.recurrent, rows) + m.D.to(wide)[:, None] * values
-        return m.out_proj(m.norm(out.flatten(1), gate).to(x.dtype))
+        out = (gated_scan(inputs, state.recurrent, rows) + m.D.to(wide)[:, None] * values).flatten(1)
+        gated = m.norm(out, gate) if isinstance(getattr(m.norm, "weight", None), Tensor) else out * F.silu(gate)
+        return m.out_proj(gated.to(x.dtype))
 
 
 class ShortConv:
@@ -123,7 +131,7 @@ class ShortConv:
     def match(cls, module: nn.Module) -> Self | None:
         """The mixer of a module that projects to three parts of its own width and convolves one."""
         conv, own = getattr(module, "conv", None), {"in_proj.weight", "conv.weight", "out_proj.weight"}
-        if _parameters(module) - _BIASES != own or not isinstance(conv, nn.Conv1d):
+        if _tensors(module) - _BIASES != own or not isinstance(conv, nn.Conv1d):
             return None
         projected = getattr(getattr(module, "in_proj", None), "out_features", None)
         return cls(module) if projected == 3 * conv.in_channels else None
@@ -149,8 +157,8 @@ def _matches(model: nn.Module) -> Iterator[RecurrentLayer]:
             yield RecurrentLayer(module, path, index, mixer)
 
 
-def _parameters(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_parameters()}
+def _tensors(module: nn.Module) -> set[str]:
+    return {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
 
 
 def _has(module: nn.Module, *names: str) -> bool:

@@ -208,6 +208,7 @@ HYBRIDS = {
     "qwen3_next": qwen3_next,
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": lambda: hybrid("Qwen3_5Moe", **DELTA_NET, **QWEN_EXPERTS),
+    "olmo_hybrid": lambda: hybrid("OlmoHybrid", **DELTA_NET),
     "nemotron_h": nemotron_h,
     "bamba": lambda: hybrid("Bamba", attn_layer_indices=[1], **SSM),
     "granite_moe_hybrid": lambda: hybrid(
@@ -216,6 +217,14 @@ HYBRIDS = {
         num_local_experts=4,
         num_experts_per_tok=2,
         shared_intermediate_size=16,
+        **SSM,
+    ),
+    "falcon_h1": lambda: hybrid(
+        "FalconH1",
+        mamba_d_ssm=64,
+        ssm_in_multiplier=0.7,
+        ssm_multipliers=[0.5, 0.8, 1.2, 0.9, 1.5],
+        mamba_rms_norm=False,
         **SSM,
     ),
     "lfm2": lambda: hybrid("Lfm2", layer_types=["conv", "full_attention"] * 2),

@@ -15,9 +15,7 @@ from spectrain.infer.target import Target, TargetError
 from spectrain.tests.infer.packed import compare, run_scenario
 from spectrain.tests.models import (
     COMMON,
-    DELTA_NET,
     ROPE,
-    SSM,
     TARGETS,
     build,
     gemma3,
@@ -184,17 +182,13 @@ REFUSED = {
         lambda: build("Falcon", vocab_size=97, hidden_size=32, num_hidden_layers=4, num_attention_heads=4),
         "eager only",
     ),
-    "olmo_hybrid": (
-        lambda: build("OlmoHybrid", **COMMON, **DELTA_NET),
-        "2 of its 4 layers .first: 0. call no attention and carry a state of OlmoHybridGatedDeltaNet of no known kind",
+    "minimax": (
+        lambda: build("MiniMax", **COMMON, layer_types=["linear_attention", "full_attention"] * 2, num_local_experts=2),
+        "2 of its 4 layers .first: 0. call no attention and carry a state of MiniMaxLightningAttention of no",
     ),
     "jamba": (
         lambda: build("Jamba", **COMMON, attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4, num_experts=2),
         "2 of its 4 layers .first: 0. call no attention and carry a state of JambaMambaMixer of no known kind",
-    ),
-    "falcon_h1": (
-        lambda: build("FalconH1", **COMMON, head_dim=8, mamba_d_ssm=32, **{**SSM, "mamba_n_heads": 4}),
-        "packed with another request its logits are off",
     ),
     "deepseek_v4": (lambda: build("DeepseekV4", **{**COMMON, **V4}), "more than attention over cached keys"),
     "diffllama": (lambda: build("DiffLlama", **COMMON), "calls attention 2 times a step"),
