@@ -104,18 +104,23 @@ def _chunked(x: ScanInputs, state: Tensor, rows: RequestRows) -> tuple[Tensor, T
     live = real[:, None] & (offset < rows.counts[owner, None])
     parts = _within_chunks(x.take(rows.first[owner, None] + offset, live))
     outputs = torch.zeros(most + 1, *parts.values.shape[1:], dtype=x.v.dtype, device=x.v.device)
+    order = num_chunks.argsort(descending=True)
+    state = state[order]
     for i in range(-(-rows.longest // size)):
-        live = i < num_chunks
-        at = torch.where(live, begins + i, most - 1)
+        # all rows together are too few for more requests to come this far
+        going = order[: len(x.q) // (i * size + 1)]
+        live = i < num_chunks[going]
+        at = torch.where(live, begins[going] + i, most - 1)
+        before = state[: len(going)]
         values = parts.values[at]
         if parts.seen is not None:
-            values = values - parts.seen[at] @ state
+            values = values - parts.seen[at] @ before
         # requests that have ended write to a chunk that nobody reads
-        outputs[torch.where(live, at, most)] = parts.q[at] @ state + parts.scores[at] @ values
-        after = state * parts.decay[at, :, None, None] + parts.k[at].mT @ values
-        state = torch.where(live.view(-1, 1, 1, 1), after, state)
+        outputs[torch.where(live, at, most)] = parts.q[at] @ before + parts.scores[at] @ values
+        after = before * parts.decay[at, :, None, None] + parts.k[at].mT @ values
+        state[: len(going)] = torch.where(live.view(-1, 1, 1, 1), after, before)
     at = (begins[rows.owner] + rows.offset // size).clamp(max=most)
-    return outputs[at, :, rows.offset % size], state
+    return outputs[at, :, rows.offset % size], state[order.argsort()]
 
 
 class _Chunks(NamedTuple):
