@@ -18,10 +18,11 @@ from .costs import StepCosts
 from .draft_policy import DraftPolicy, DraftPolicyName
 from .flight import Clock, Flight, Verified
 from .graphs import GraphCache, RecordingError
+from .memory import count_blocks, free_memory, state_bytes
 from .planes import BlockPool, Planes, PlaneSpec
 from .proposers.base import Proposer, Released
 from .recurrent import States
-from .request import Request, RequestOutput
+from .request import EngineError, Request, RequestOutput
 from .runner import BUCKETS, Runner
 from .sampling import SamplingParams, SamplingTable
 from .scheduler import Scheduler
@@ -31,10 +32,6 @@ from .synthetic import check_survival, synthetic_rates
 from .table import RequestTable
 from .target import Target
 from .verify import Verification
-
-
-class EngineError(ValueError):
-    """A request or setting the engine cannot honour; the message says what would work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,27 +391,11 @@ class Engine:
 
     def _num_blocks(self, specs: Sequence[PlaneSpec], slots: int) -> int:
         """Blocks for a full batch of so many slots each, or as many as memory holds, unless the config says."""
-        block_bytes = sum(spec.bytes_per_token for spec in specs) * self.config.block_size
-        free, k = _free_memory(self.target.device), self.config.num_draft_tokens
-        each = sum(spec.bytes_per_request(k) for spec in self.target.state_specs)
-        state_bytes = each * (self.config.max_batch_size + 1)
-        if state_bytes > free:
-            raise EngineError(
-                f"the recurrent states of {self.config.max_batch_size} requests, {k + 1} of each, take "
-                f"{state_bytes / 2**30:.1f} GiB, free are {free / 2**30:.1f}; lower --batch-size to "
-                f"{max(1, free // each - 2)} or less, or draft fewer tokens"
-            )
-        free -= state_bytes
-        given = self.config.num_blocks
-        if given is not None:
-            if given * block_bytes > free:
-                raise EngineError(
-                    f"a cache of {given} blocks takes {given * block_bytes / 2**30:.1f} GiB, free are "
-                    f"{free / 2**30:.1f}; lower --num-blocks to {free // block_bytes} or less"
-                )
-            return given
-        wanted = self.config.max_batch_size * -(-slots // self.config.block_size) + 1
-        return max(2, min(wanted, int(free * self.config.memory_share) // block_bytes))
+        config, free = self.config, free_memory(self.target.device)
+        free -= state_bytes(self.target.state_specs, config.max_batch_size, config.num_draft_tokens, free)
+        wanted = config.max_batch_size * -(-slots // config.block_size) + 1
+        given, share = config.num_blocks, config.memory_share
+        return count_blocks(specs, config.block_size, free, wanted=wanted, given=given, share=share)
 
 
 def _output_of(request: Request) -> RequestOutput:
@@ -429,13 +410,3 @@ def _output_of(request: Request) -> RequestOutput:
         request.stopper.text,
         None if request.params.logprobs is None else request.logprobs,
     )
-
-
-def _free_memory(device: torch.device) -> int:
-    """Bytes a new allocation can take, what torch has reserved and does not use included."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    import psutil
-
-    return psutil.virtual_memory().available

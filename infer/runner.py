@@ -118,9 +118,7 @@ class Runner:
             or self.requirements.on_host
             or self.stages.target.state_specs
         ):
-            # a proposer on the host takes the requests that draft, and no padding between them; recurrent layers go by
-            # the longest piece of a prompt, which a recorded step does not know
-            return
+            return  # the host drafts without padding; recurrent layers go by the longest piece, which is not known
         self._mixed_batch, self._mixed_sizes = batch, tuple(size for size in MIXED_SIZES if size >= batch)
         self._mixed_buffer = torch.zeros(5, batch, dtype=torch.int64, device=self.table.device)
         self._mixed_buffer[[0, 3]] = self.table.nobody

@@ -133,7 +133,7 @@ def test_states_that_are_not_finite_stop_the_run_and_keep_the_shards_before(tmp_
 def test_packing_does_not_depend_on_free_memory(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     for free in (8 * 10**6, 10**12):  # the first holds the cache, but four fifths of it would not
-        monkeypatch.setattr("spectrain.infer.engine._free_memory", lambda device, free=free: free)
+        monkeypatch.setattr("spectrain.infer.engine.free_memory", lambda device, free=free: free)
         sizes.append(StateExtractor(llama, (6,), 64, 63).engine.pool.num_blocks)
     assert sizes[0] == sizes[1]
 
