@@ -25,7 +25,7 @@ COMMANDS = {
     "eval": Command("eval:evaluate", "Measure a head: acceptance, speed-up, losslessness."),
     "inspect": Command("inspect:inspect", "Show what a shard folder or a head folder holds."),
     "quickstart": Command("quickstart:quickstart", "The whole loop on a small real model, in minutes, on a CPU."),
-    "data": Command("data:app", "Make training conversations that the target itself wrote."),
+    "data": Command("data:app", "Make training conversations of the target's own, or prompts to measure with."),
     "bench": Command("bench:app", "Speed beside other ways to decode, checked first."),
     "doctor": Command("doctor:doctor", "Show versions, devices and what is missing."),
 }

@@ -5,13 +5,28 @@ What is measured, and how, stands in `benchmarks/`.
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import AllowPackage, Device, Dtype, Eager, MaxLength, Model, Overwrite, Seed
+from .bench_tables import heads, methods
+from .benchmarks.options import (
+    BatchSizes,
+    Context,
+    Drafts,
+    Limit,
+    OutFile,
+    OutputError,
+    Prompts,
+    Shape,
+    Steps,
+    TargetModel,
+    check_out,
+    plain_settings,
+)
+from .options import Device, Dtype, Eager, MaxNewTokens, Model, Overwrite
 
 if TYPE_CHECKING:
     from .benchmarks.record import Record
@@ -20,30 +35,17 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True)
 
 Head = Annotated[Path, typer.Option(help="Head folder written by `spectrain fit`.")]
-Prompts = Annotated[list[Path], typer.Option(help="JSONL files of prompts; one row of the table a file.")]
-Limit = Annotated[int, typer.Option(help="Prompts a file.")]
-MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate a prompt.")]
 NumDraftTokens = Annotated[int | None, typer.Option(help="Draft tokens a step; the head's own default otherwise.")]
 Out = Annotated[Path, typer.Option(help="Folder for bench.json and the reports it rests on.")]
-
-TargetModel = Annotated[str | None, typer.Option("--model", help="The target: a folder or a hub id; or give --shape.")]
-Shape = Annotated[
-    str | None, typer.Option(help="A Qwen3 of random weights built on the device: tiny, 1b or 8b; or give --model.")
-]
-BatchSizes = Annotated[str, typer.Option(help="Requests decoded together, as 1,16,64; a row each.")]
-Context = Annotated[int, typer.Option(help="Tokens each request has before it decodes.")]
-Steps = Annotated[int, typer.Option(help="Engine steps a repeat; there are five.")]
-Drafts = Annotated[int, typer.Option(help="Draft tokens a step.")]
-OutFile = Annotated[Path, typer.Option(help="The JSON file to write.")]
-
-
-class OutputError(ValueError):
-    """The output file may not be written."""
 
 
 @app.callback()
 def bench() -> None:
     """Measure speed; no figure without a passing check in the same run."""
+
+
+app.command("heads")(heads)
+app.command("methods")(methods)
 
 
 @app.command("generate")
@@ -111,7 +113,7 @@ def decode(
     Checked: the texts are those of the engine without graphs and fused layers, or part within rounding.
     """
     settings = dict(locals())
-    _check(out, overwrite, context=context, steps=steps)
+    check_out(out, overwrite, context=context, steps=steps)
     from .benchmarks import decode as benchmark
     from .benchmarks.record import numbers
 
@@ -143,7 +145,7 @@ def verify(
     Checked: kernel = twin; greedy texts with drafts that are mostly right = plain texts; acceptance as asked for.
     """
     settings = dict(locals())
-    _check(out, overwrite, context=context, steps=steps, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size)
+    check_out(out, overwrite, context=context, steps=steps, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size)
     import torch
 
     from ..infer.synthetic import survival_of_length
@@ -180,9 +182,9 @@ def attention(
     Checked: each load against its PyTorch twin in float32.
     """
     settings = dict(locals())
-    _check(out, overwrite)
+    check_out(out, overwrite)
     from .benchmarks import attention as benchmark
-    from .benchmarks.record import BenchError, Record, numbers
+    from .benchmarks.record import BenchError, Record, finish, numbers
     from .devices import device_of, dtype_of
 
     shape = numbers(heads, "--heads")
@@ -191,9 +193,9 @@ def attention(
     found = device_of(device)
     parsed = [benchmark.Load.parse(load) for load in loads.split(",")]
     kind = dtype_of(dtype, found)
-    facts = {**_plain(settings), "dtype": str(kind).removeprefix("torch.")}
+    facts = {**plain_settings(settings), "dtype": str(kind).removeprefix("torch.")}
     record = Record("attention", found, facts, out)
-    _finish(record, lambda record: benchmark.run(record, benchmark.Heads(shape[0], shape[1], shape[2]), parsed, kind))
+    finish(record, lambda record: benchmark.run(record, benchmark.Heads(shape[0], shape[1], shape[2]), parsed, kind))
 
 
 @app.command("policy")
@@ -220,7 +222,7 @@ def policy(
     Every policy is timed over the same stretch of its texts. Checked: drafts were kept as often as was asked for.
     """
     settings = dict(locals())
-    _check(out, overwrite, context=context, num_draft_tokens=num_draft_tokens)
+    check_out(out, overwrite, context=context, num_draft_tokens=num_draft_tokens)
     from ..infer.synthetic import check_survival, parse_rates
     from .benchmarks import policy as benchmark
     from .benchmarks.record import numbers
@@ -232,94 +234,6 @@ def policy(
     work = benchmark.Work(sorted(numbers(concurrency, "--concurrency")), context, num_draft_tokens, rates)
     settings["acceptance_rates"] = {name: list(survival) for name, survival in rates.items()}
     _run("policy", source, settings, out, lambda record: benchmark.run(record, source, work))
-
-
-@app.command("heads")
-def heads(
-    model: Model,
-    shards: Annotated[list[Path], typer.Option(help="Shard folders written by extract; every head trains on them.")],
-    prompts: Annotated[list[str], typer.Option(help="Prompt sets: name=FILE, FILE, or a folder of JSONL files.")],
-    work: Annotated[Path, typer.Option(help="Folder of everything made; finished pieces in it are taken over.")],
-    recipes: Annotated[
-        str | None,
-        typer.Option(help="Heads to compare, as eagle3,medusa or label=recipe; otherwise every recipe of a head."),
-    ] = None,
-    only: Annotated[str | None, typer.Option(help="Those of them to work on in this call; the table has all.")] = None,
-    token_budget: Annotated[int, typer.Option(help="Tokens to train each head on.")] = 3_000_000,
-    sequence_length: Annotated[int, typer.Option(help="Tokens a training row, the same for all heads.")] = 2048,
-    rows_a_step: Annotated[int, typer.Option(help="Training rows an optimizer step.")] = 4,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="[LABEL:]KEY=VALUE", help="Override, as medusa:optimizer.lr=1e-3."),
-    ] = None,
-    seeds: Annotated[int, typer.Option(help="Seeds of the heads named by --seeded.")] = 1,
-    seeded: Annotated[str, typer.Option(help="Heads trained and measured once a seed, as eagle3,dflash.")] = "",
-    num_draft_tokens: Annotated[str, typer.Option(help="Draft tokens a step, of every head.")] = "5",
-    more_draft_tokens: Annotated[
-        str, typer.Option(help="Further ones, of heads that draft all tokens in one pass.")
-    ] = "7,12",
-    batch_sizes: BatchSizes = "1,16",
-    temperatures: Annotated[str, typer.Option(help="As 0,1; above 0 drafts are drawn from the head's law.")] = "0,1",
-    num_prompts: Annotated[int, typer.Option(help="Prompts a set.")] = 40,
-    max_new_tokens: MaxNewTokens = 128,
-    max_length: MaxLength = None,
-    seed: Seed = 0,
-    time_limit: Annotated[
-        float | None, typer.Option(help="Seconds: begin nothing that is likely to end later; run again to go on.")
-    ] = None,
-    eager: Eager = False,
-    device: Device = "auto",
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"], typer.Option(help="auto: bfloat16 on a GPU, float32 on a CPU.")
-    ] = "auto",
-    allow_package: AllowPackage = None,
-) -> None:
-    """Every head trained on the same tokens and measured in the engine: one table, as JSON and Markdown in --work.
-
-    A killed or limited call loses nothing: the same command goes on. Checked: each measurement's text is the target's.
-    """
-    counts = {"token_budget": token_budget, "sequence_length": sequence_length, "rows_a_step": rows_a_step}
-    counts |= {"seeds": seeds, "num_prompts": num_prompts, "max_new_tokens": max_new_tokens}
-    _check_counts(counts)
-    from .benchmarks.heads import plan as plans
-    from .benchmarks.heads import run as benchmark
-    from .benchmarks.heads.table import markdown
-
-    ks = plans.parse_counts(num_draft_tokens, "--num-draft-tokens")
-    more = plans.parse_counts(more_draft_tokens, "--more-draft-tokens") if more_draft_tokens else ()
-    some = plans.names(seeded)
-    found = plans.parse_heads(
-        recipes, overrides or [], tuple(range(seed, seed + seeds)), some, max(ks), allow_package or []
-    )
-    plans.check_labels("--only", plans.names(only or ""), [head.label for head in found])
-    plan = plans.Plan(
-        model=model,
-        shards=tuple(shards),
-        prompts=plans.parse_prompts(prompts),
-        work=work,
-        heads=found,
-        only=None if only is None else plans.names(only),
-        token_budget=token_budget,
-        sequence_length=sequence_length,
-        rows_a_step=rows_a_step,
-        num_draft_tokens=ks,
-        more_draft_tokens=more,
-        batch_sizes=plans.parse_counts(batch_sizes, "--batch-sizes"),
-        temperatures=plans.parse_temperatures(temperatures),
-        num_prompts=num_prompts,
-        max_new_tokens=max_new_tokens,
-        max_length=max_length,
-        seed=seed,
-        eager=eager,
-        device=device,
-        dtype=dtype,
-        packages=tuple(allow_package or ()),
-        time_limit=time_limit,
-    )
-    record = benchmark.run(plan)
-    if record.rows:
-        print(markdown(record.as_json()))
-        print(f"table: {work / 'table.json'}, {work / 'table.md'}")
 
 
 @app.command("drafting")
@@ -342,7 +256,7 @@ def drafting(
     Checked: both draft the same, and what a search of the whole text from scratch finds.
     """
     settings = dict(locals())
-    _check(out, overwrite, requests=requests, context=context, steps=steps, num_draft_tokens=num_draft_tokens)
+    check_out(out, overwrite, requests=requests, context=context, steps=steps, num_draft_tokens=num_draft_tokens)
     from ..infer.proposers.ngram_rule import NgramRule
     from .benchmarks import drafting as benchmark
 
@@ -350,18 +264,6 @@ def drafting(
     source = _source(model, shape, device, dtype)
     work = benchmark.Work(requests, context, steps, num_draft_tokens, rule)
     _run("drafting", source, settings, out, lambda record: benchmark.run(record, source, work))
-
-
-def _check(out: Path, overwrite: bool, **at_least_one: int) -> None:
-    _check_counts(at_least_one)
-    if out.exists() and not overwrite:
-        raise OutputError(f"{out} is there already; pass --overwrite or another --out")
-
-
-def _check_counts(at_least_one: Mapping[str, int]) -> None:
-    for name, value in at_least_one.items():
-        if value < 1:
-            raise OutputError(f"--{name.replace('_', '-')} must be at least 1, found {value}")
 
 
 def _source(model: str | None, shape: str | None, device: str, dtype: str) -> "Source":
@@ -373,23 +275,7 @@ def _source(model: str | None, shape: str | None, device: str, dtype: str) -> "S
 
 
 def _run(name: str, source: "Source", settings: dict[str, Any], out: Path, measure: "Callable[[Record], None]") -> None:
-    from .benchmarks.record import Record
+    from .benchmarks.record import Record, finish
 
     facts = {"model": source.name, "dtype": str(source.dtype).removeprefix("torch.")}
-    _finish(Record(name, source.device, {**_plain(settings), **facts}, out), measure)
-
-
-def _finish(record: "Record", measure: "Callable[[Record], None]") -> None:
-    """Measures; the rows that passed are shown and written, also where a later one was refused."""
-    try:
-        measure(record)
-    finally:
-        if record.rows:
-            record.write()
-            record.show()
-            print(f"record: {record.path}")
-
-
-def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings as JSON; how the record is written is none of them."""
-    return {name: value for name, value in settings.items() if name not in ("out", "overwrite")}
+    finish(Record(name, source.device, {**plain_settings(settings), **facts}, out), measure)

@@ -1,11 +1,11 @@
-"""`spectrain data`: training conversations that the target itself wrote."""
+"""`spectrain data`: conversations to train on that the target itself wrote, and prompts to measure with."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .options import Device, Dtype, MaxLength, Model, Seed
+from .options import Device, Dtype, MaxLength, Model, Overwrite, Seed
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -18,7 +18,7 @@ BatchSize = Annotated[int, typer.Option(help="Conversations written together.")]
 
 @app.callback()
 def data() -> None:
-    """Make training conversations that the target itself wrote."""
+    """Make conversations to train on that the target itself wrote, and prompts to measure with."""
 
 
 @app.command("self-chat")
@@ -51,3 +51,19 @@ def self_chat(
     counts = write_conversations(target, settings, out)
     dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.dropped.items())) or "none"
     print(f"{counts.kept} conversations in {out}; dropped: {dropped}")
+
+
+@app.command("code-edits")
+def code_edits(
+    source: Annotated[
+        Path, typer.Option(help="HumanEval.jsonl.gz, or rows of prompt, canonical_solution, entry_point.")
+    ],
+    out: Annotated[Path, typer.Option(help="JSONL file of prompts to write.")],
+    overwrite: Overwrite = False,
+) -> None:
+    """Prompts that ask for a small change to a whole function: answers repeat most of the prompt."""
+    from .code_edits import CodeEditsError, write_code_edits
+
+    if out.exists() and not overwrite:
+        raise CodeEditsError(f"{out} is there already; pass --overwrite or another --out")
+    print(f"{write_code_edits(source, out)} prompts in {out}")

@@ -78,8 +78,8 @@ def objective_of(config: HeadConfig, **settings: object) -> Objective:
 
 
 def proposer_of(head: DraftHead, target: Target, k: int, sampling: str = "greedy") -> Proposer:
-    """The proposer that a head's config names."""
-    return resolve(head.config.proposer)(head, target.tensors(), k, sampling)
+    """The proposer that a head's config names, where the target is."""
+    return resolve(head.config.proposer)(head.to(target.device), target.tensors(), k, sampling)
 
 
 def fresh_proposer(recipe: str, target: Target, k: int, sampling: str = "greedy", **settings: object) -> Proposer:

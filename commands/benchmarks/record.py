@@ -5,7 +5,7 @@ No figure without a passing check: a row enters together with its checks, and th
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,6 +96,17 @@ class Record:
         console.print(f"checked: {'; '.join(checked)}", markup=False)
         if self.device.type == "cpu":
             console.print(CPU_NOTE, markup=False)
+
+
+def finish(record: Record, measure: Callable[[Record], None]) -> None:
+    """Measures; the rows that passed are shown and written, also where a later one was refused."""
+    try:
+        measure(record)
+    finally:
+        if record.rows:
+            record.write()
+            record.show()
+            print(f"record: {record.path}")
 
 
 def _shown(value: object) -> str:

@@ -15,7 +15,7 @@ from spectrain.commands.benchmarks.heads import plan as plans
 from spectrain.commands.benchmarks.heads import run as job
 from spectrain.commands.benchmarks.heads.estimate import Clock
 from spectrain.commands.benchmarks.heads.measuring import Bench
-from spectrain.commands.benchmarks.heads.table import fill, markdown
+from spectrain.commands.benchmarks.heads.table import fill, loads_and_sets, markdown
 from spectrain.commands.benchmarks.heads.work import Load, Work
 from spectrain.commands.benchmarks.record import BenchError, Record
 from spectrain.commands.extract import extract
@@ -315,6 +315,17 @@ def test_seeds_go_to_the_heads_that_ask_for_them() -> None:
     ]  # fmt: skip
 
 
+def test_longer_drafts_are_for_first_seeds_of_heads_that_draft_in_one_pass() -> None:
+    dflash, medusa = parsed("dflash,medusa", seeds=(3, 4), seeded=("dflash",))
+    plan: Any = SimpleNamespace(
+        num_draft_tokens=(5,), more_draft_tokens=(7, 12), batch_sizes=(1, 16), temperatures=(0.0,), prompts={"s": None}
+    )
+    asked = {seed: plans.Plan.draft_tokens(plan, dflash, seed) for seed in (None, 3, 4)}
+    assert asked == {None: (5, 7, 12), 3: (5, 7, 12), 4: (5,)} and plans.Plan.draft_tokens(plan, medusa) == (5,)
+    assert [load.batch_size for load, _ in loads_and_sets(plan, dflash, 5)] == [1, 16]
+    assert [load.batch_size for load, _ in loads_and_sets(plan, dflash, 12)] == [16]
+
+
 def test_prompt_sets(tmp_path) -> None:
     for name in ("a.jsonl", "b.jsonl.gz", "notes.txt"):
         (tmp_path / name).write_text("")
@@ -344,7 +355,12 @@ def stored(work: Work, run: plans.Run, load: Load, name: str, call: str, rate: f
 def test_seeds_become_mean_and_spread_and_ratios_stay_within_their_calls(tmp_path) -> None:
     head = parsed("medusa", seeds=(0, 1), seeded=("medusa",), k=1)[0]
     plan: Any = SimpleNamespace(
-        heads=(head,), batch_sizes=(4,), temperatures=(0.0,), prompts={"s": None}, draft_tokens=lambda head: (1,)
+        heads=(head,),
+        batch_sizes=(4,),
+        num_draft_tokens=(1,),
+        temperatures=(0.0,),
+        prompts={"s": None},
+        draft_tokens=lambda head, seed=None: (1,),
     )
     work, load = Work(tmp_path), Load(1, 4, 0.0)
     for seed, (call, rate, length, plain) in enumerate((("one", 30.0, 1.5, [9.0, 11.0]), ("two", 88.0, 1.7, [40.0]))):

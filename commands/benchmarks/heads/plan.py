@@ -103,9 +103,10 @@ class Plan:
     packages: tuple[str, ...] = ()
     time_limit: float | None = None  # seconds
 
-    def draft_tokens(self, head: Head) -> tuple[int, ...]:
-        """The numbers of draft tokens a head is measured at."""
-        more = self.more_draft_tokens if head.drafts_in_one_pass else ()
+    def draft_tokens(self, head: Head, seed: int | None = None) -> tuple[int, ...]:
+        """The numbers of draft tokens a head is measured at; `more_draft_tokens` with its first seed alone."""
+        has_more = head.drafts_in_one_pass and seed in (None, head.seeds[0])
+        more = self.more_draft_tokens if has_more else ()
         return tuple(dict.fromkeys((*self.num_draft_tokens, *more)))
 
     def runs(self) -> list[Run]:

@@ -84,7 +84,7 @@ class Job:
         if not run.head.measured or not self._is_asked(run):
             return []
         left: dict[Load, list[str]] = {}
-        for k in self.plan.draft_tokens(run.head):
+        for k in self.plan.draft_tokens(run.head, run.seed):
             for load, name in loads_and_sets(self.plan, run.head, k):
                 if self.work.measured(run, load, name) is None:
                     left.setdefault(load, []).append(name)

@@ -24,9 +24,10 @@ def fill(record: Record, plan: Plan, work: Work) -> None:
             continue
         for k in plan.draft_tokens(head):
             cells, checks = [], []
+            seeds = {seed: record for seed, record in trained.items() if k in plan.draft_tokens(head, seed)}
             for load, name in loads_and_sets(plan, head, k):
-                found = {seed: m for seed in trained if (m := work.measured(Run(head, seed), load, name)) is not None}
-                missing += [f"{Run(head, seed).name}: {load.name(name)}" for seed in trained if seed not in found]
+                found = {seed: m for seed in seeds if (m := work.measured(Run(head, seed), load, name)) is not None}
+                missing += [f"{Run(head, seed).name}: {load.name(name)}" for seed in seeds if seed not in found]
                 if not found:
                     continue
                 for seed, measured in found.items():
@@ -35,7 +36,7 @@ def fill(record: Record, plan: Plan, work: Work) -> None:
                     checks.append(Check(f"{load.name(name)} seed {seed}", passed, measured["verdict"]))
                 cells.append(_cell(load, name, list(found.values()), calls))
             if cells:
-                record.add({**_training_row(head, k, list(trained.values())), "measurements": cells}, checks)
+                record.add({**_training_row(head, k, list(seeds.values())), "measurements": cells}, checks)
     plain = [{"call": call, **run} for call, found in sorted(calls.items()) for run in found.get("runs", {}).values()]
     about = {call: {key: value for key, value in found.items() if key != "runs"} for call, found in calls.items()}
     record.facts = {"calls": about, "plain": plain, "missing": missing}
@@ -43,8 +44,8 @@ def fill(record: Record, plan: Plan, work: Work) -> None:
 
 
 def loads_and_sets(plan: Plan, head: Head, num_draft_tokens: int) -> Iterable[tuple[Load, str]]:
-    """Every measurement of a row."""
-    for batch_size in plan.batch_sizes:
+    """Every measurement of a row; `more_draft_tokens` are for acceptance, which the largest batch shows soonest."""
+    for batch_size in plan.batch_sizes if num_draft_tokens in plan.num_draft_tokens else plan.batch_sizes[-1:]:
         for temperature in plan.temperatures:
             for name in plan.prompts:
                 yield Load(num_draft_tokens, batch_size, temperature), name
