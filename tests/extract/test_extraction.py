@@ -18,7 +18,7 @@ from spectrain.extract.shards import ShardError, ShardSet
 from spectrain.extract.states import StateExtractor
 from spectrain.infer.target import Target, TargetError
 from spectrain.tests.extraction_runs import LENGTHS, digests, plan_of, rows_of, settings
-from spectrain.tests.models import TARGETS, lone_forward, rand_llama
+from spectrain.tests.models import TARGETS, lone_forward, nemotron_h, qwen3_next, rand_llama
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +26,15 @@ def llama() -> Target:
     return Target.from_model(rand_llama())
 
 
-@pytest.mark.parametrize("family", list(TARGETS))
+FAMILIES = {**TARGETS, "qwen3_next": qwen3_next, "nemotron_h": nemotron_h}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_states_equal_the_librarys_own(family: str) -> None:
     rows = rows_of(LENGTHS)
-    oracle = TARGETS[family]()
+    oracle = FAMILIES[family]()
     expected = [lone_forward(oracle, row.token_ids.astype(np.int64).tolist()) for row in rows]
-    target = Target.from_model(TARGETS[family]())
+    target = Target.from_model(FAMILIES[family]())
     every = tuple(range(target.num_layers + 1))
     for batch_tokens, order in ((7, 1), (24, -1), (4096, 1)):
         extractor = StateExtractor(target, every, batch_tokens, target.max_length)

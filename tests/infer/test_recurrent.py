@@ -14,7 +14,6 @@ from spectrain.infer.mixers import ShortConv
 from spectrain.infer.parity import packed_batch
 from spectrain.infer.planes import Planes
 from spectrain.infer.proposers.base import Proposer
-from spectrain.infer.proposers.extract_hidden_states import ExtractHiddenStatesProposer
 from spectrain.infer.proposers.ngram import NgramProposer
 from spectrain.infer.proposers.ngram_gpu import NgramGpuProposer
 from spectrain.infer.proposers.ngram_rule import NgramRule
@@ -164,17 +163,6 @@ def test_adaptive_drafting_changes_nothing(case: Case):
     config = dataclasses.replace(CONFIG, num_draft_tokens=4, draft_policy="adaptive")
     engine = Engine(case.target, loud_proposer("eagle3", case.target, 4), config)
     assert [o.token_ids for o in engine.generate(case.prompts, GREEDY)] == case.expected
-
-
-def test_extracted_states_are_those_of_a_lone_forward(case: Case):
-    found: dict[int, torch.Tensor] = {}
-    ids = tuple(range(case.target.num_layers + 1))
-    proposer = ExtractHiddenStatesProposer(case.target, ids, lambda request, states: found.update({request: states}))
-    engine = Engine(case.target, proposer, dataclasses.replace(CONFIG, num_draft_tokens=1, max_batch_tokens=24))
-    engine.generate(case.prompts, SamplingParams(max_tokens=1, ignore_eos=True))
-    for request, prompt in enumerate(case.prompts):
-        expected = torch.stack(lone_forward(case.oracle, prompt)[1], dim=1)
-        assert (found[request] - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 def test_scoring_says_what_a_lone_forward_says(case: Case):
