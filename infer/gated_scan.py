@@ -22,10 +22,10 @@ CHUNK = 64
 class ScanInputs(NamedTuple):
     """What each row brings; `beta` is None where nothing is taken back from the state before it is written to."""
 
-    q: Tensor  # [..., heads, key]
-    k: Tensor  # [..., heads, key]
+    q: Tensor  # [..., key heads, key]; each for as many consecutive heads
+    k: Tensor  # [..., key heads, key]
     v: Tensor  # [..., heads, value]
-    log_decay: Tensor  # [..., heads]; log a, at most 0
+    log_decay: Tensor  # [..., heads], or [..., heads, key]; log a, at most 0
     beta: Tensor | None  # [..., heads]
 
     def take(self, at: Tensor, live: Tensor) -> "ScanInputs":
@@ -68,16 +68,18 @@ def gated_scan(x: ScanInputs, memory: Tensor, rows: RequestRows) -> Tensor:
     """Outputs [num_tokens, heads, value] of packed inputs, from the states kept before each request's first row.
 
     memory [num_rows, kept, heads, key, value] then holds the state after every row of requests of up to `kept` rows,
-    and after the last row of longer ones. All in one dtype.
+    and after the last row of longer ones. All in one dtype. Where the decay differs by key, long pieces too go row by
+    row.
     """
     kept = memory.shape[1]
     stepwise = rows.counts <= kept
     before = None
-    if rows.longest > kept:
+    most = rows.longest if x.log_decay.dim() == 3 else min(rows.longest, kept)
+    if rows.longest > most:
         before = memory[rows.state_rows, (rows.starts - 1) % kept]
         before = torch.where((rows.starts > 0).view(-1, 1, 1, 1), before, 0)
     where = rows.state_rows, rows.starts, rows.counts, rows.first
-    out = dispatch.gated_steps(*x, memory, *where, longest=rows.longest)
+    out = dispatch.gated_steps(*x, memory, *where, most=most)
     if before is None:
         return out
     chunked, after = _chunked(x, before, rows._replace(counts=torch.where(stepwise, 0, rows.counts)))
@@ -135,7 +137,9 @@ class _Chunks(NamedTuple):
 
 
 def _within_chunks(x: ScanInputs) -> _Chunks:
-    q, k, v = (part.transpose(1, 2) for part in (x.q, x.k, x.v))  # [num_chunks, heads, size, dim]
+    group = x.v.shape[2] // x.q.shape[2]
+    q, k = (part.repeat_interleave(group, dim=2).transpose(1, 2) for part in (x.q, x.k))
+    v = x.v.transpose(1, 2)  # [num_chunks, heads, size, dim]
     total = x.log_decay.transpose(1, 2).cumsum(-1)
     later = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).triu(1)
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()

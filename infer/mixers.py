@@ -61,10 +61,10 @@ class GatedDeltaNet:
         keys, heads = m.num_k_heads * m.head_k_dim, m.num_v_heads
         q, k, v = qkv.split([keys, keys, heads * m.head_v_dim], dim=-1)
         q, k = (_unit(part.unflatten(-1, (m.num_k_heads, -1))) for part in (q, k))
-        q, k = (part.repeat_interleave(heads // m.num_k_heads, dim=1) for part in (q * m.head_k_dim**-0.5, k))
         log_decay = -m.A_log.to(wide).exp() * F.softplus(a.to(wide) + m.dt_bias.to(wide))
         beta = b.sigmoid().to(wide) * (2 if getattr(m, "allow_neg_eigval", False) else 1)
-        out = gated_scan(ScanInputs(q, k, v.unflatten(-1, (heads, -1)), log_decay, beta), state.recurrent, rows)
+        inputs = ScanInputs(q * m.head_k_dim**-0.5, k, v.unflatten(-1, (heads, -1)), log_decay, beta)
+        out = gated_scan(inputs, state.recurrent, rows)
         norm, project = (m.norm, m.out_proj) if _has(m, "norm") else (m.o_norm, m.o_proj)
         normed = norm(out.to(x.dtype).reshape(-1, m.head_v_dim), z.reshape(-1, m.head_v_dim))
         return project(normed.view(len(x), -1))
@@ -112,13 +112,46 @@ class Mamba2:
         groups = m.n_groups * m.ssm_state_size
         values, k, q = mixed.split([width, groups, groups], dim=-1)
         q, k = (part.unflatten(-1, (m.n_groups, -1)) for part in (q, k))
-        q, k = (part.repeat_interleave(m.num_heads // m.n_groups, dim=1) for part in (q, k))
         values = values.unflatten(-1, (m.num_heads, -1))
         dt = F.softplus(dt.to(wide) + m.dt_bias.to(wide)).clamp(*m.time_step_limit)
         inputs = ScanInputs(q, k, values * dt[..., None], -m.A_log.to(wide).exp() * dt, None)
         out = (gated_scan(inputs, state.recurrent, rows) + m.D.to(wide)[:, None] * values).flatten(1)
         gated = m.norm(out, gate) if isinstance(getattr(m.norm, "weight", None), Tensor) else out * F.silu(gate)
         return m.out_proj(gated.to(x.dtype))
+
+
+class Mamba1:
+    """Jamba: Mamba, whose decay differs by channel and by dimension of its state."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.activation = module, ACT2FN[module.activation]
+
+    @classmethod
+    def match(cls, module: nn.Module) -> Self | None:
+        """The mixer of a module that projects channels to time step, B and C, with or without norms of them."""
+        own = {f"{name}.weight" for name in ("in_proj", "conv1d", "x_proj", "dt_proj", "out_proj")} | {"A_log", "D"}
+        norms = {f"{name}_layernorm.weight" for name in ("dt", "b", "c")}
+        known = _tensors(module) - _BIASES in (own, own | norms)
+        return cls(module) if known and _has(module, "activation", "time_step_rank", "ssm_state_size") else None
+
+    def spec(self, name: str) -> StateSpec:
+        m = self.module
+        return _spec(name, m.conv1d, (m.conv1d.in_channels, m.ssm_state_size, 1))
+
+    def mix(self, x: Tensor, state: LayerState, rows: RequestRows) -> Tensor:
+        assert state.recurrent is not None
+        m, wide = self.module, state.recurrent.dtype
+        values, gate = m.in_proj(x).chunk(2, dim=-1)
+        values = self.activation(_conv(m.conv1d, values, state, rows))
+        parts = m.x_proj(values).split([m.time_step_rank, m.ssm_state_size, m.ssm_state_size], dim=-1)
+        if _has(m, "dt_layernorm"):
+            parts = m.dt_layernorm(parts[0]), m.b_layernorm(parts[1]), m.c_layernorm(parts[2])
+        dt, k, q = F.linear(parts[0], m.dt_proj.weight).to(wide), parts[1].to(wide), parts[2].to(wide)
+        dt = F.softplus(dt if m.dt_proj.bias is None else dt + m.dt_proj.bias.to(wide))
+        values, log_decay = values.to(wide), dt[..., None] * -m.A_log.to(wide).exp()
+        inputs = ScanInputs(q[:, None], k[:, None], (dt * values)[..., None], log_decay, None)
+        out = gated_scan(inputs, state.recurrent, rows)[..., 0] + m.D.to(wide) * values
+        return m.out_proj((out * self.activation(gate.to(wide))).to(x.dtype))
 
 
 class ShortConv:
@@ -145,8 +178,13 @@ class ShortConv:
         return m.out_proj(after * _conv(m.conv, before * values, state, rows))
 
 
-_BIASES = {"in_proj.bias", "conv1d.bias", "conv.bias", "out_proj.bias"}
-_KINDS: tuple[Callable[[nn.Module], Mixer | None], ...] = (GatedDeltaNet.match, Mamba2.match, ShortConv.match)
+_BIASES = {"in_proj.bias", "conv1d.bias", "conv.bias", "dt_proj.bias", "out_proj.bias"}
+_KINDS: tuple[Callable[[nn.Module], Mixer | None], ...] = (
+    GatedDeltaNet.match,
+    Mamba2.match,
+    Mamba1.match,
+    ShortConv.match,
+)
 
 
 def _matches(model: nn.Module) -> Iterator[RecurrentLayer]:

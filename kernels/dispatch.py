@@ -180,11 +180,11 @@ def gated_steps(
     counts: Tensor,
     first: Tensor,
     *,
-    longest: int,
+    most: int,
 ) -> Tensor:
     """See `reference.gated_steps`."""
     if memory.is_cuda:
         from .gated_steps import gated_steps as implementation
     else:
         implementation = reference.gated_steps
-    return implementation(q, k, v, log_decay, beta, memory, state_rows, starts, counts, first, longest=longest)
+    return implementation(q, k, v, log_decay, beta, memory, state_rows, starts, counts, first, most=most)

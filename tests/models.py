@@ -168,7 +168,8 @@ def hybrid(family: str, **config: Any) -> PreTrainedModel:
     model = build(family, std=0.1, head=5.0, **{**COMMON, "max_position_embeddings": 128, "head_dim": 8, **config})
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
-            parameter.copy_(torch.linspace(-5.0, 0.5, len(parameter)))
+            spread = torch.linspace(-5.0, 0.5, parameter.numel())
+            parameter.copy_(spread if parameter.dim() == 1 else spread.view(parameter.shape[::-1]).T)
     return model
 
 
@@ -226,6 +227,9 @@ HYBRIDS = {
         ssm_multipliers=[0.5, 0.8, 1.2, 0.9, 1.5],
         mamba_rms_norm=False,
         **SSM,
+    ),
+    "jamba": lambda: hybrid(
+        "Jamba", attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4, mamba_d_state=6, num_experts=2
     ),
     "lfm2": lambda: hybrid("Lfm2", layer_types=["conv", "full_attention"] * 2),
 }

@@ -12,7 +12,7 @@ from spectrain.infer.batch import RequestRows, request_rows
 from spectrain.infer.gated_scan import ScanInputs, causal_conv, gated_scan
 from spectrain.infer.parity import packed_batch
 
-HEADS, KEY, VALUE, CHANNELS, TAPS = 3, 5, 4, 6, 4
+HEADS, KEY_HEADS, KEY, VALUE, CHANNELS, TAPS = 4, 2, 5, 3, 6, 4
 GENERATOR = torch.Generator().manual_seed(3)
 
 
@@ -20,10 +20,11 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=GENERATOR, dtype=torch.float64)
 
 
-def inputs_of(length: int, delta: bool) -> ScanInputs:
-    q, k = F.normalize(draw(length, HEADS, KEY), dim=-1), F.normalize(draw(length, HEADS, KEY), dim=-1)
-    decay = -F.softplus(draw(length, HEADS) - 2)
-    return ScanInputs(q, k, draw(length, HEADS, VALUE), decay, draw(length, HEADS).sigmoid() if delta else None)
+def inputs_of(length: int, kind: str = "delta") -> ScanInputs:
+    q, k = (F.normalize(draw(length, KEY_HEADS, KEY), dim=-1) for _ in range(2))
+    decay = -F.softplus(draw(length, HEADS, *([KEY] if kind == "by key" else [])) - 2)
+    beta = draw(length, HEADS).sigmoid() if kind == "delta" else None
+    return ScanInputs(q, k, draw(length, HEADS, VALUE), decay, beta)
 
 
 def one_by_one(x: ScanInputs) -> tuple[Tensor, list[Tensor]]:
@@ -31,12 +32,14 @@ def one_by_one(x: ScanInputs) -> tuple[Tensor, list[Tensor]]:
     outputs, states = [], []
     state = torch.zeros(HEADS, KEY, VALUE, dtype=torch.float64)
     for t in range(len(x.q)):
-        state = torch.einsum("h,hkv->hkv", x.log_decay[t].exp(), state)
+        q, k = (torch.stack([part[t, head // (HEADS // KEY_HEADS)] for head in range(HEADS)]) for part in (x.q, x.k))
+        decay = x.log_decay[t].exp().view(HEADS, -1).expand(HEADS, KEY)
+        state = torch.einsum("hk,hkv->hkv", decay, state)
         written = x.v[t]
         if x.beta is not None:
-            written = torch.einsum("h,hv->hv", x.beta[t], x.v[t] - torch.einsum("hk,hkv->hv", x.k[t], state))
-        state = state + torch.einsum("hk,hv->hkv", x.k[t], written)
-        outputs.append(torch.einsum("hk,hkv->hv", x.q[t], state))
+            written = torch.einsum("h,hv->hv", x.beta[t], x.v[t] - torch.einsum("hk,hkv->hv", k, state))
+        state = state + torch.einsum("hk,hv->hkv", k, written)
+        outputs.append(torch.einsum("hk,hkv->hv", q, state))
         states.append(state)
     return torch.stack(outputs), states
 
@@ -62,12 +65,12 @@ def rows_of(pieces: list[tuple[int, int, int]], padding: int = 0) -> RequestRows
     return request_rows(batch._replace(token_ids=F.pad(batch.token_ids, (0, padding))))
 
 
-@pytest.mark.parametrize("delta", [True, False], ids=["delta", "plain"])
+@pytest.mark.parametrize("kind", ["delta", "plain", "by key"])
 @pytest.mark.parametrize("kept", [1, 2, 5])
-def test_pieces_of_any_length_give_what_single_rows_give(delta: bool, kept: int):
+def test_pieces_of_any_length_give_what_single_rows_give(kind: str, kept: int):
     """Several requests, cut at random, in steps whose rows stand in any order; whatever stood in the rows before."""
     lengths = [1, 63, 64, 65, 130, 200]
-    texts = [inputs_of(length, delta) for length in lengths]
+    texts = [inputs_of(length, kind) for length in lengths]
     expected = [one_by_one(text) for text in texts]
     memory = torch.full((len(texts) + 1, kept, HEADS, KEY, VALUE), torch.nan, dtype=torch.float64)
     done = [0] * len(texts)
@@ -82,7 +85,9 @@ def test_pieces_of_any_length_give_what_single_rows_give(delta: bool, kept: int)
         for (i, start, count), first in zip(pieces, rows.first.tolist(), strict=True):
             wanted, states = expected[i]
             torch.testing.assert_close(out[first : first + count], wanted[start : start + count], atol=1e-11, rtol=0)
-            held = range(start, start + count) if count <= kept else [start + count - 1]
+            held = range(start, start + count)
+            if count > kept:
+                held = held[-kept if kind == "by key" else -1 :]
             for position in held:
                 torch.testing.assert_close(memory[i, position % kept], states[position], atol=1e-11, rtol=0)
             done[i] += count
@@ -105,7 +110,7 @@ def test_convolution_at_every_cut(num_inputs: int):
 def test_rejected_rows_leave_nothing_behind():
     """Of a step's rows any number may be kept; the next step starts behind them."""
     kept, length = 4, 14
-    text, weight, line = inputs_of(length, True), draw(CHANNELS, TAPS), draw(length, CHANNELS)
+    text, weight, line = inputs_of(length), draw(CHANNELS, TAPS), draw(length, CHANNELS)
     expected, _ = one_by_one(text)
     convolved = F.conv1d(F.pad(line.T[None], (TAPS - 1, 0)), weight[:, None], groups=CHANNELS)[0].T
     for accepted in itertools.product(range(1, kept + 1), repeat=3):
@@ -114,7 +119,7 @@ def test_rejected_rows_leave_nothing_behind():
         start = 0
         for keep in accepted:
             rows = rows_of([(0, start, kept)])
-            wrong, end = inputs_of(kept, True), min(start + keep, length)
+            wrong, end = inputs_of(kept), min(start + keep, length)
             x = join([cut(text, start, end), cut(wrong, end - start, kept)])
             out = gated_scan(x, memory, rows)
             torch.testing.assert_close(out[: end - start], expected[start:end], atol=1e-12, rtol=0)
@@ -125,10 +130,10 @@ def test_rejected_rows_leave_nothing_behind():
 
 
 def test_a_row_is_the_same_bit_for_bit_whatever_stands_beside_it():
-    text, kept = inputs_of(4, True), 4
+    text, kept = inputs_of(4), 4
     alone_memory = torch.zeros(2, kept, HEADS, KEY, VALUE, dtype=torch.float64)
     alone = gated_scan(text, alone_memory, rows_of([(0, 0, 4)]))
-    others = [inputs_of(n, True) for n in (2, 90, 4)]
+    others = [inputs_of(n) for n in (2, 90, 4)]
     memory = torch.zeros(6, kept, HEADS, KEY, VALUE, dtype=torch.float64)
     rows = rows_of([(1, 0, 2), (2, 0, 90), (3, 0, 4), (0, 0, 4)])
     packed = gated_scan(join([others[0], others[1], others[2], text]), memory, rows)
@@ -144,7 +149,7 @@ def test_nothing_is_read_on_the_host(pieces: list[tuple[int, int, int]]):
         batch = packed_batch([[0] * n for n in lengths], [5, 0], [range(40)] * 2, 4, torch.device("cpu"))
         fake = type(batch)(*(mode.from_tensor(part) if isinstance(part, Tensor) else part for part in batch))
         rows, n = request_rows(fake), sum(lengths)
-        inputs = torch.empty(n, HEADS, KEY), torch.empty(n, HEADS, KEY), torch.empty(n, HEADS, VALUE)
+        inputs = torch.empty(n, KEY_HEADS, KEY), torch.empty(n, KEY_HEADS, KEY), torch.empty(n, HEADS, VALUE)
         x = ScanInputs(*inputs, torch.empty(n, HEADS), torch.empty(n, HEADS))
         assert gated_scan(x, torch.empty(3, 4, HEADS, KEY, VALUE), rows).shape == (n, HEADS, VALUE)
         line, weight, memory = torch.empty(n, CHANNELS), torch.empty(CHANNELS, TAPS), torch.empty(3, 6, CHANNELS)

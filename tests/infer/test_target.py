@@ -186,10 +186,6 @@ REFUSED = {
         lambda: build("MiniMax", **COMMON, layer_types=["linear_attention", "full_attention"] * 2, num_local_experts=2),
         "2 of its 4 layers .first: 0. call no attention and carry a state of MiniMaxLightningAttention of no",
     ),
-    "jamba": (
-        lambda: build("Jamba", **COMMON, attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4, num_experts=2),
-        "2 of its 4 layers .first: 0. call no attention and carry a state of JambaMambaMixer of no known kind",
-    ),
     "deepseek_v4": (lambda: build("DeepseekV4", **{**COMMON, **V4}), "more than attention over cached keys"),
     "diffllama": (lambda: build("DiffLlama", **COMMON), "calls attention 2 times a step"),
     "doge": (lambda: build("Doge", **COMMON), "more than attention over cached keys"),
