@@ -99,12 +99,9 @@ def _chunked(x: ScanInputs, state: Tensor, rows: RequestRows) -> tuple[Tensor, T
     begins = ends - num_chunks
     most = len(x.q) // size + batch
     chunk = torch.arange(most, device=ends.device)
-    owner = torch.searchsorted(ends, chunk, right=True)
-    real = owner < batch
-    owner = owner.clamp(max=batch - 1)
+    owner = torch.searchsorted(ends, chunk, right=True).clamp(max=batch - 1)
     offset = ((chunk - begins[owner]) * size)[:, None] + torch.arange(size, device=ends.device)
-    live = real[:, None] & (offset < rows.counts[owner, None])
-    parts = _within_chunks(x.take(rows.first[owner, None] + offset, live))
+    parts = _within_chunks(x.take(rows.first[owner, None] + offset, offset < rows.counts[owner, None]))
     outputs = torch.zeros(most + 1, *parts.values.shape[1:], dtype=x.v.dtype, device=x.v.device)
     order = num_chunks.argsort(descending=True)
     state = state[order]
