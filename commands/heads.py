@@ -21,6 +21,18 @@ def is_model(folder: Path, method: str | None) -> bool:
     return method in MODEL_METHODS and (folder / "config.json").is_file() and not (folder / "spectrain.json").is_file()
 
 
+ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+
+
+def is_assistant(folder: Path) -> bool:
+    """Whether a folder holds a Gemma 4 assistant as transformers saves it."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("model_type") in ASSISTANT_TYPES
+
+
 class HeadTargetError(ValueError):
     """A head and a target that do not belong together."""
 
@@ -45,15 +57,19 @@ def load_trained(folder: Path, target: "Target", model: str, allowed_packages: C
 
 
 def load_model(folder: Path, method: str, target: "Target", model: str) -> "LoadedHead":
-    """A language model's folder as a draft head for a target.
+    """A language model's or an assistant's folder as a draft head for a target.
 
     Raises HeadError where its shape or its tokenizer is not what drafting needs.
     """
     from ..heads.draft_model import DraftModel, DraftModelConfig
     from ..heads.folder import LoadedHead
+    from ..heads.gemma4_assistant import load_assistant
     from ..heads.model_folder import ModelFolder, check_same_tokens
     from ..heads.pard import Pard, PardConfig
 
+    if is_assistant(folder):
+        assistant = load_assistant(folder, target.facts, target.config)
+        return LoadedHead(assistant.to(device=target.device, dtype=target.dtype), {})
     found = ModelFolder(folder)
     check_same_tokens(target.tokenizer, found.tokenizer(), (model, str(folder)))
     whole = {"num_layers": found.facts.num_layers}

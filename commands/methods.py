@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .heads import head_proposer, is_model
+from .heads import head_proposer, is_assistant, is_model
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,6 +21,7 @@ PLAIN = "none"
 SYNTHETIC = "synthetic"
 NGRAM = ("ngram", "ngram_gpu")
 SUFFIX = "suffix"
+MTP = "mtp"
 CUSTOM = "custom:"
 WITH_SUFFIX = SUFFIX + "+"  # and a head's name
 DEFAULT_NUM_DRAFT_TOKENS = 3
@@ -73,7 +74,9 @@ def uses_suffix(name: str) -> bool:
 
 
 def model_method(folder: Path, names: Sequence[str]) -> str | None:
-    """The first of the methods for which a folder is an ordinary model to draft with; None where it is a head."""
+    """The first of the methods for which a folder is a model or an assistant to draft with; None where it is a head."""
+    if is_assistant(folder):
+        return MTP
     own = (name.removeprefix(WITH_SUFFIX) for name in names)
     return next((name for name in own if is_model(folder, name)), None)
 

@@ -56,6 +56,8 @@ class TargetFacts:
     def from_config(cls, config: Any) -> Self:
         """Reads a transformers config (of a composite model: its text part)."""
         text = config.get_text_config()
+        if getattr(text, "is_heterogeneous", False):  # such a config refuses to give what differs between layers
+            text = text.per_layer_config[0]
         hidden, heads = text.hidden_size, text.num_attention_heads
         latent = getattr(text, "kv_lora_rank", None) is not None
         rope = getattr(text, "rope_parameters", None) or {}
@@ -206,7 +208,11 @@ class DraftHead(nn.Module, ABC):
 
     def logits(self, logits_states: Tensor, target: TargetTensors) -> Tensor:
         """Draft logits [..., draft_vocab] float32."""
-        return nn.functional.linear(logits_states, self.output_weight(target).to(logits_states.dtype)).float()
+        return self.project(logits_states, self.output_weight(target))
+
+    def project(self, states: Tensor, weight: Tensor) -> Tensor:
+        """States [..., hidden] times an output matrix [draft_vocab, hidden], as float32."""
+        return nn.functional.linear(states, weight.to(states.dtype)).float()
 
     def assert_filled(self) -> None:
         """Raises HeadError if a parameter still holds the NaN it was created with."""

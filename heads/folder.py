@@ -68,11 +68,22 @@ def load_head(
         raise HeadError(f"{record['config_class']!r} in {folder / 'spectrain.json'} is not a HeadConfig")
     config = config_class.from_dict(record["config"])
     head = resolve(config.network, allowed_packages)(config)
-    tensors = _read_tensors(folder / "model.safetensors")
-    _check_tensors(folder / "model.safetensors", head, tensors)
+    fill(head, folder / "model.safetensors")
+    return LoadedHead(head.to(device=device, dtype=dtype), record)
+
+
+def fill(head: DraftHead, path: Path, copies: Mapping[str, str] | None = None) -> None:
+    """Gives a head the tensors of one file; `copies` may be there as well and must equal the tensor they are beside.
+
+    Raises HeadError naming every tensor that is unknown, missing, mis-shaped or not finite.
+    """
+    tensors = _read_tensors(path)
+    for copy, source in (copies or {}).items():
+        if copy in tensors and source in tensors and torch.equal(tensors[copy], tensors[source]):
+            del tensors[copy]
+    _check_tensors(path, head, tensors)
     head.load_state_dict(tensors, strict=True)
     head.assert_filled()
-    return LoadedHead(head.to(device=device, dtype=dtype), record)
 
 
 def read_record(folder: Path) -> dict[str, Any]:

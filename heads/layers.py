@@ -44,7 +44,7 @@ class RMSNorm(nn.Module):
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding (half-split layout) of any kind transformers computes from positions alone."""
 
-    inv_freq: Tensor
+    frequencies: Tensor  # [head_dim]
 
     def __init__(self, head_dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int) -> None:
         super().__init__()
@@ -65,13 +65,13 @@ class RotaryEmbedding(nn.Module):
                 rope_parameters=dict(rope_parameters),
             )
             inv_freq, self.scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("frequencies", torch.cat([inv_freq, inv_freq]), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [..., 1, head_dim] float32 for positions [...]."""
-        angles = positions[..., None, None].float() * self.inv_freq.float()
-        angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos() * self.scaling, angles.sin() * self.scaling
+        angles = positions[..., None, None].float() * self.frequencies.float()
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if self.scaling == 1.0 else (cos * self.scaling, sin * self.scaling)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

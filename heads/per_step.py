@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .base import DraftHead, DraftOutput, HeadConfig, HeadError, TargetFacts, check_draft_vocab
 from .target_tensors import TargetTensors
@@ -81,8 +81,7 @@ class PerStepHead(DraftHead):
 
     def logits(self, logits_states: Tensor, target: TargetTensors, step: int = 0) -> Tensor:
         """Draft logits [..., draft_vocab] float32 of one step."""
-        weight = self.output_weight(target, step)
-        return nn.functional.linear(logits_states, weight.to(logits_states.dtype)).float()
+        return self.project(logits_states, self.output_weight(target, step))
 
     def draft_to_target(self) -> Tensor | None:
         return self.token_map if self.config.is_reduced else None

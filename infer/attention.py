@@ -183,8 +183,23 @@ class PagedAttend:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [num_tokens, heads, head_dim], k and v [num_tokens, kv_heads, head_dim]; returns the shape of q."""
-        return store_and_attend(
-            *(self._planes[layer], self._batch, q, k, v),
+        plane = self._planes[layer]
+        dispatch.store_kv(k, v, plane.k, plane.v, self.slot_mapping)
+        return self.over_stored(layer, q)
+
+    @property
+    def slot_mapping(self) -> Tensor:
+        """Where each row's keys and values go [num_tokens] int64."""
+        return self._batch.slot_mapping
+
+    def plane(self, layer: int) -> Plane:
+        """Where a layer keeps its keys and values."""
+        return self._planes[layer]
+
+    def over_stored(self, layer: int, q: Tensor) -> Tensor:
+        """As a call, where the rows' keys and values are in the plane already."""
+        return attend(
+            *(self._planes[layer], self._batch, q),
             scale=q.shape[-1] ** -0.5,
             window=self._window,
             causal=self._causal,

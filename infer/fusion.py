@@ -60,8 +60,8 @@ class FusedLayer:
 
     def __init__(self, parts: LayerParts) -> None:
         self.parts = parts
-        self.qkv_weight, self.qkv_bias = _pack(parts.qkv)
-        self.gate_up_weight, self.gate_up_bias = _pack(parts.gate_up)
+        self.qkv_weight, self.qkv_bias = pack(parts.qkv)
+        self.gate_up_weight, self.gate_up_bias = pack(parts.gate_up)
 
     def __call__(
         self,
@@ -266,7 +266,7 @@ def _find_final_norm(model: nn.Module, layers: nn.ModuleList, hidden: int) -> tu
 
 
 @torch.no_grad()
-def _pack(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+def pack(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """One weight, and one bias where any has one, whose rows the linears' own parameters become views of."""
     sizes = [linear.out_features for linear in linears]
     weight = torch.cat([linear.weight for linear in linears])

@@ -30,6 +30,11 @@ class PlaneSpec:
         return self.heads * (self.width_k + self.width_v) * self.dtype.itemsize
 
 
+def target_plane(layer: int) -> str:
+    """The name of the plane of a target's layer: the target's to write, a proposer's to read."""
+    return f"target.{layer}"
+
+
 @dataclass(frozen=True)
 class Plane:
     """The tensors of one plane; `v` is None for a cache-only layer."""

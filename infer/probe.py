@@ -128,7 +128,8 @@ def _record_calls(model: PreTrainedModel, token_ids: Tensor) -> list[tuple[str, 
     positions = torch.arange(len(token_ids), device=token_ids.device)
     try:
         with torch.no_grad():
-            model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+            # every row is asked for by name, as in a step: some families cut the mask to the last rows otherwise
+            model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=positions)
     except Exception as error:
         first_line = str(error).partition("\n")[0]
         raise TargetError(

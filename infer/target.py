@@ -19,7 +19,7 @@ from . import fingerprint, fusion, loading, parity, recurrent
 from .attention import PAGED, SITE, AttentionSite, StepState, bind_site, register
 from .batch import PackedBatch, request_rows
 from .mixers import find_recurrent_layers
-from .planes import Planes, PlaneSpec
+from .planes import Planes, PlaneSpec, target_plane
 from .probe import AttentionLayer, TargetError, find_layers, first_output, first_tensor, probe_attention
 from .recurrent import MixerForward, States
 from .rope import pin_rope
@@ -276,7 +276,7 @@ class Target:
 
 
 def _plane_spec(layer: AttentionLayer) -> PlaneSpec:
-    return PlaneSpec(f"target.{layer.index}", layer.kv_heads, layer.width_k, layer.width_v, layer.dtype)
+    return PlaneSpec(target_plane(layer.index), layer.kv_heads, layer.width_k, layer.width_v, layer.dtype)
 
 
 def _residual_streams(trace: Trace, num_tokens: int, hidden_size: int) -> list[int] | None:

@@ -44,12 +44,16 @@ def trace_forward(model: PreTrainedModel, layers: nn.ModuleList, token_ids: Tens
             handles.append(module.register_forward_hook(_recorder(path, uses), with_kwargs=True))
     try:
         with torch.no_grad():
-            positions = torch.arange(len(token_ids), device=token_ids.device)[None]
-            out = model(input_ids=token_ids[None], position_ids=positions, use_cache=False)
+            out = _run(model, token_ids)
     finally:
         for handle in handles:
             handle.remove()
     return Trace(out.logits[0].float(), layer_inputs, last[0], uses)
+
+
+def _run(model: PreTrainedModel, token_ids: Tensor) -> Any:
+    rows = torch.arange(len(token_ids), device=token_ids.device)
+    return model(input_ids=token_ids[None], position_ids=rows[None], use_cache=False, logits_to_keep=rows)
 
 
 def _recorder(path: str, uses: list[tuple[str, nn.Module, Tensor, Any]]) -> Any:
@@ -192,8 +196,7 @@ def measure_logit_transform(model: PreTrainedModel, head: nn.Module, token_ids: 
 
     handle = head.register_forward_hook(replace)
     try:
-        positions = torch.arange(len(token_ids), device=token_ids.device)[None]
-        logits = model(input_ids=token_ids[None], position_ids=positions, use_cache=False).logits.flatten().double()
+        logits = _run(model, token_ids).logits.flatten().double()
     finally:
         handle.remove()
     ramp = ramps[-1].flatten().double()

@@ -3,7 +3,22 @@
 import pytest
 import torch
 
+from spectrain.infer.target import Target
 from spectrain.kernels import reference
+from spectrain.tests.models import rand_llama
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """A random target of 128 positions, unless a file has its own."""
+    return Target.from_model(rand_llama(max_position_embeddings=128))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Of very different lengths."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (1, 3, 17, 26, 9)]
 
 
 @pytest.fixture

@@ -121,6 +121,45 @@ def gemma3(**changes: Any) -> PreTrainedModel:
     )
 
 
+@torch.no_grad()
+def soften_queries(model: PreTrainedModel) -> PreTrainedModel:
+    """Makes queries of attention that does not scale them so small that more than one key counts."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("q_norm.weight"):
+            parameter.mul_(0.2)
+    return model
+
+
+def gemma4(**changes: Any) -> PreTrainedModel:
+    """Gemma-4 text: windows of 5 on every second layer, whose heads are half as wide; no layer shares its keys."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model = build(
+        "Gemma4",
+        **{
+            **COMMON,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "sliding_window": 5,
+            "layer_types": kinds,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            **changes,
+        },
+    )
+    return soften_queries(model)
+
+
+def gemma4_composite(**changes: Any) -> PreTrainedModel:
+    """The same text model inside the one that also sees, which is what released checkpoints hold."""
+    text = gemma4(**changes).config.to_dict()
+    vision = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = transformers.Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
+    with own_generator(0):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    randomise(model, 0)
+    return soften_queries(model).eval().requires_grad_(False)
+
+
 def mixtral(**changes: Any) -> PreTrainedModel:
     """Mixtral, 4 experts of which 2 act."""
     return build("Mixtral", **{**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, **changes})

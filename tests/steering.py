@@ -24,6 +24,7 @@ from spectrain.train.batch import TrainBatch
 from spectrain.train.objectives.base import Objective
 from spectrain.train.objectives.dflash import DFlashObjective
 from spectrain.train.objectives.per_step import PerStepObjective
+from spectrain.train.objectives.rollout import SupervisedRows
 
 # the logits of these targets lie within 40 of zero, where float32 resolves 4e-6
 TOLERANCE = 2e-4
@@ -82,8 +83,13 @@ def trainer_logits(head: DraftHead, target: Target, model: PreTrainedModel, text
     batch = _one_document(model, text, head.config.layer_ids, drafts)
     with torch.no_grad():
         if isinstance(objective, DFlashObjective):
-            states = objective.draft(head, tensors, batch, rows[:-1])[:, objective.config.first_draft_slot :]
-            return head.logits(states, tensors).transpose(0, 1)[:drafts]
+            states = objective.draft(head, tensors, batch, rows[:-1])[:, objective.config.first_draft_slot :][
+                :, :drafts
+            ]
+            steps = torch.arange(drafts).repeat(len(text) - 1)
+            drawn = SupervisedRows(steps, rows[:-1].repeat_interleave(drafts), [])
+            factors = objective.draft_logits(head, tensors, batch, drawn, states.flatten(0, 1))
+            return (factors.states @ factors.whole_weight().T).unflatten(0, (-1, drafts)).transpose(0, 1)
         if isinstance(objective, PerStepObjective):
             found = list(objective.unroll(head, tensors, batch, rows))[:drafts]
             return torch.stack([head.logits(states, tensors, k) for k, states in enumerate(found)])

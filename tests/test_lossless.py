@@ -5,9 +5,10 @@ The heads are untrained, so their drafts are mostly wrong, which is when it matt
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
-import torch
+from transformers import PreTrainedModel
 
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.proposers.base import Drafts, DraftStep, Proposer
@@ -17,23 +18,11 @@ from spectrain.infer.target import Target
 from spectrain.tests.fresh import fresh_proposer, head_recipes, loud_proposer
 from spectrain.tests.infer import test_engine_law as law
 from spectrain.tests.infer.proposers import keep_drafts
-from spectrain.tests.models import rand_llama
 
 RECIPES = head_recipes()
 CONFIG = EngineConfig(num_blocks=200, block_size=4, max_batch_tokens=64, max_batch_size=16)
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 TOP3 = {"temperature": 0.7, "top_k": 3}
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target.from_model(rand_llama(max_position_embeddings=128))
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (1, 3, 17, 26, 9)]
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +115,9 @@ def toy() -> Target:
     return Target.from_model(law.model())
 
 
-def joint_p(toy: Target, proposer: Proposer, samples: int = 1500) -> float:
+def joint_p(
+    toy: Target, proposer: Proposer, samples: int = 1500, build_model: Callable[[], PreTrainedModel] = law.model
+) -> float:
     """p value of the first tokens' joint law; drafts must have been kept now and then."""
     engine = Engine(toy, proposer, law.CONFIG)
     each = [SamplingParams(max_tokens=law.DEPTH + 1, seed=i, **TOP3) for i in range(samples)]
@@ -134,7 +125,7 @@ def joint_p(toy: Target, proposer: Proposer, samples: int = 1500) -> float:
     counts = Counter(tuple(output.token_ids[: law.DEPTH]) for output in outputs)
     statistics = engine.statistics
     assert 0.03 * statistics.draft_tokens < statistics.accepted_tokens < statistics.draft_tokens
-    return law.chi_square_p(counts, law.exact_law(each[0]), samples)
+    return law.chi_square_p(counts, law.exact_law(each[0], build_model=build_model), samples)
 
 
 SMALLER: list[tuple[str, dict[str, object]]] = [

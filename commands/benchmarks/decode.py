@@ -32,7 +32,7 @@ class Work(NamedTuple):
 
     @property
     def new_tokens(self) -> int:
-        return tokens_needed(self.steps, 0) + CHECKED_STEPS
+        return tokens_needed(self.steps, 0, max(self.batch_sizes) * self.context) + CHECKED_STEPS
 
     @property
     def longest(self) -> int:

@@ -86,7 +86,7 @@ def run(record: Record, source: Source, work: Work) -> None:
 
 def _decode_ms(source: Source, work: Work) -> float:
     """Target and sampling of a plain step at this load: the recorded calls alone where there are any."""
-    new = tokens_needed(work.steps, 0)
+    new = tokens_needed(work.steps, 0, work.requests * work.context)
     target = Target.from_model(source.build(), max_length=work.context + new)
     engine = build_engine(
         target, NoneProposer(), num_draft_tokens=0, batch_size=work.requests, longest=work.context + new

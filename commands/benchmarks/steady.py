@@ -10,6 +10,7 @@ from ...infer.engine import Engine
 from ...infer.graphs import GraphCache, GraphKey
 from ...infer.sampling import SamplingParams
 from ...infer.statistics import EngineStatistics
+from ..engines import STEP_TOKENS
 from .timing import Timing, synchronize, time_once
 
 WARMUP_STEPS = 20
@@ -39,10 +40,14 @@ class Recorded(NamedTuple):
     target: Timing  # target and verification
 
 
-def tokens_needed(steps: int, num_draft_tokens: int) -> int:
-    """New tokens a request must be allowed, so that none ends while it is measured."""
+def tokens_needed(steps: int, num_draft_tokens: int, prompt_tokens: int) -> int:
+    """New tokens a request must be allowed, so that none ends while it is measured.
+
+    The first requests decode already while the last of `prompt_tokens`, those of all requests, are computed.
+    """
     per_step = num_draft_tokens + 1
-    return (WARMUP_STEPS + steps * REPEATS + 2 * CYCLES * (REPEATS + 1) + 8) * per_step
+    waiting = -(-prompt_tokens // STEP_TOKENS)
+    return (waiting + WARMUP_STEPS + steps * REPEATS + 2 * CYCLES * (REPEATS + 1) + 8) * per_step
 
 
 def start(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, first_seed: int = 0) -> None:

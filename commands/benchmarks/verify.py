@@ -37,7 +37,9 @@ class Work(NamedTuple):
 
     @property
     def new_tokens(self) -> int:
-        return tokens_needed(self.steps, self.num_draft_tokens) + CHECKED_STEPS * (self.num_draft_tokens + 1)
+        prompt_tokens = max(self.batch_sizes) * self.context
+        checked = CHECKED_STEPS * (self.num_draft_tokens + 1)
+        return tokens_needed(self.steps, self.num_draft_tokens, prompt_tokens) + checked
 
 
 class Loop(NamedTuple):

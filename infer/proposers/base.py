@@ -100,7 +100,10 @@ class Proposer(ABC):
 
     @abstractmethod
     def bind(self, planes: Planes, num_rows: int) -> None:
-        """Takes the engine's planes and the number of rows of its request table; called once, before the first step."""
+        """Takes the engine's planes and the number of rows of its request table; called once, before the first step.
+
+        Of the target's own planes it may read the rows of observed tokens, the last final one included.
+        """
 
     @abstractmethod
     def observe(self, rows: ObservedRows) -> None:

@@ -14,6 +14,7 @@ from ...heads.target_tensors import TargetTensors
 from ...kernels.dispatch import store_kv
 from ..attention import PagedAttend
 from ..batch import PackedBatch
+from ..fused_heads import fuse_head
 from ..planes import Planes
 from .base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
 from .drafting import DraftSampling, drafts_within, draw_all, layer_planes, no_drafts, top_prob
@@ -39,6 +40,7 @@ class DFlashProposer(Proposer):
     ) -> None:
         config = head.config
         self.head, self.target = head.eval(), target
+        fuse_head(head)
         self.num_draft_tokens = num_draft_tokens
         self.probabilistic = draft_sampling == "probabilistic"
         asked = num_draft_tokens + config.first_draft_slot

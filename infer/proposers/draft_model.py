@@ -16,7 +16,7 @@ from ..batch import PackedBatch
 from ..planes import Planes
 from .appended import append_rows
 from .base import DraftStep, ObservedRows
-from .drafting import DraftSampling, chain_rows
+from .drafting import ChainRows, DraftSampling
 from .feature import FeatureProposer
 
 
@@ -57,11 +57,11 @@ class DraftModelProposer(FeatureProposer):
     def _draft(self, step: DraftStep, room: Tensor, count: int) -> tuple[list[Tensor], list[Tensor]]:
         assert self._planes is not None and self._pending is not None
         states = self._pending[step.slots, 0]
+        rows = ChainRows(step, step.seq_lens - 1, room, count, self._planes.block_size)
         tokens, laws = [], []
         for k in range(count):
             if k:
-                at = step.seq_lens - 1 + k
-                states = self._read(chain_rows(step, tokens[-1], at, room > k, self._planes.block_size))
+                states = self._read(rows.at(k, tokens[-1]))
             token, law = self._draw(self.head.logits(states, self.target), step, k)
             tokens.append(token)
             laws.append(law)

@@ -32,22 +32,37 @@ def drafts_within(step: DraftStep, num_positions: int, most: int) -> Tensor:
     return torch.minimum(step.room, (num_positions - step.seq_lens).clamp(min=0)).clamp(max=most)
 
 
-def chain_rows(step: DraftStep, token_ids: Tensor, positions: Tensor, live: Tensor, block_size: int) -> PackedBatch:
-    """One row a request, at `positions` [batch] of its own blocks; those not `live` go to the padding block."""
-    batch, device = token_ids.shape[0], token_ids.device
-    positions = torch.where(live, positions, 0)
-    block = step.block_tables.gather(1, (positions // block_size)[:, None])[:, 0].long()
-    return PackedBatch(
-        token_ids=token_ids,
-        positions=positions,
-        slot_mapping=torch.where(live, block * block_size + positions % block_size, 0),
-        cu_seqlens=torch.arange(batch + 1, device=device, dtype=torch.int32),
-        seq_lens=(positions + 1).to(torch.int32),
-        block_tables=step.block_tables,
-        logits_rows=torch.arange(batch, device=device),
-        max_query_len=1,
-        max_seq_len=int(step.block_tables.shape[1]) * block_size,
-    )
+class ChainRows:
+    """The rows of a draft chain, one a request and draft, placed all at once: row k stands at `first` + k.
+
+    first [batch] int64: positions of row 0 in each request's own blocks; room [batch] int64: a request with room for k
+    drafts or fewer has no row k, and what is computed for it goes to the padding block.
+    """
+
+    def __init__(self, step: DraftStep, first: Tensor, room: Tensor, count: int, block_size: int) -> None:
+        row = torch.arange(count, device=first.device)[:, None]
+        live = room > row
+        self._positions = torch.where(live, first + row, 0).clamp(min=0)  # a text of one token has no row before
+        block = step.block_tables.gather(1, (self._positions // block_size).T).T.long()
+        self._slots = torch.where(live, block * block_size + self._positions % block_size, 0)
+        self._seq_lens = (self._positions + 1).to(torch.int32)
+        self._requests = torch.arange(len(first) + 1, device=first.device)
+        self._cu_seqlens = self._requests.to(torch.int32)
+        self._block_tables, self._block_size = step.block_tables, block_size
+
+    def at(self, k: int, token_ids: Tensor) -> PackedBatch:
+        """Row k of each request, which holds `token_ids` [batch] int64."""
+        return PackedBatch(
+            token_ids=token_ids,
+            positions=self._positions[k],
+            slot_mapping=self._slots[k],
+            cu_seqlens=self._cu_seqlens,
+            seq_lens=self._seq_lens[k],
+            block_tables=self._block_tables,
+            logits_rows=self._requests[:-1],
+            max_query_len=1,
+            max_seq_len=int(self._block_tables.shape[1]) * self._block_size,
+        )
 
 
 def draw(

@@ -15,9 +15,10 @@ from ...heads.decoder import DecoderHead
 from ...heads.target_tensors import TargetTensors
 from ..attention import PagedAttend
 from ..batch import PackedBatch
+from ..fused_heads import fuse_head
 from ..planes import Planes
 from .base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
-from .drafting import DraftSampling, chain, chain_rows, drafts_within, draw, layer_planes
+from .drafting import ChainRows, DraftSampling, chain, drafts_within, draw, draw_all, layer_planes
 
 
 class FeatureProposer(Proposer):
@@ -30,6 +31,7 @@ class FeatureProposer(Proposer):
         self, head: DecoderHead, target: TargetTensors, num_draft_tokens: int, draft_sampling: DraftSampling = "greedy"
     ) -> None:
         self.head, self.target = head.eval(), target
+        fuse_head(head)
         self.num_draft_tokens = num_draft_tokens
         self.probabilistic = draft_sampling == "probabilistic"
         self.token_map = head.draft_to_target()
@@ -70,8 +72,15 @@ class FeatureProposer(Proposer):
         attend = PagedAttend(self._planes, self.plane_names, batch)
         return self.head(DraftRows(embeds, states, batch.positions), attend)
 
-    def _draw(self, logits: Tensor, step: DraftStep, k: int) -> tuple[Tensor, Tensor]:
-        return draw(logits, step, k, self.num_draft_tokens, self.token_map, self.probabilistic)
+    def _draw(self, logits: Tensor, step: DraftStep, k: int | None = None) -> tuple[Tensor, Tensor]:
+        """Draft k of logits [batch, draft_vocab]; of [batch, count, draft_vocab] all drafts from the first on."""
+        drawing = draw_all if k is None else draw
+        return drawing(logits, step, k or 0, self.num_draft_tokens, self.token_map, self.probabilistic)
+
+    def _draw_all(self, states: Tensor, step: DraftStep) -> tuple[list[Tensor], list[Tensor]]:
+        """As `_draft`, of drafts whose logits states [batch, count, hidden] do not depend on each other."""
+        drafts, laws = self._draw(self.head.logits(states, self.target), step)
+        return list(drafts.unbind(1)), list(laws.unbind(1))
 
 
 class _Pending(NamedTuple):
@@ -105,11 +114,12 @@ class AutoregressiveProposer(FeatureProposer):
     def _draft(self, step: DraftStep, room: Tensor, count: int) -> tuple[list[Tensor], list[Tensor]]:
         assert self._planes is not None and self._pending is not None
         output = DraftOutput(*(pending[step.slots] for pending in self._pending))
+        rows = ChainRows(step, step.seq_lens - 2, room, count, self._planes.block_size)
         tokens, laws = [], []
         for k in range(count):
             if k:
-                batch = chain_rows(step, tokens[-1], step.seq_lens - 2 + k, room > k, self._planes.block_size)
-                output = self._forward(self.head.embed(tokens[-1], self.target), output.feedback, batch)
+                embeds = self.head.embed(tokens[-1], self.target)
+                output = self._forward(embeds, output.feedback, rows.at(k, tokens[-1]))
             token, law = self._draw(self.head.logits(output.logits_states, self.target), step, k)
             tokens.append(token)
             laws.append(law)

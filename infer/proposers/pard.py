@@ -26,6 +26,4 @@ class PardProposer(DraftModelProposer):
 
     def _draft(self, step: DraftStep, room: Tensor, count: int) -> tuple[list[Tensor], list[Tensor]]:
         assert self._pending is not None
-        logits = self.head.logits(self._pending[step.slots, :count], self.target)
-        drawn = [self._draw(logits[:, k], step, k) for k in range(count)]
-        return [token for token, _ in drawn], [law for _, law in drawn]
+        return self._draw_all(self._pending[step.slots, :count], step)

@@ -47,6 +47,4 @@ class PEagleProposer(FeatureProposer):
 
     def _draft(self, step: DraftStep, room: Tensor, count: int) -> tuple[list[Tensor], list[Tensor]]:
         assert self._pending is not None
-        states = self._pending[step.slots]
-        drawn = [self._draw(self.head.logits(states[:, k], self.target), step, k) for k in range(count)]
-        return [token for token, _ in drawn], [law for _, law in drawn]
+        return self._draw_all(self._pending[step.slots, :count], step)

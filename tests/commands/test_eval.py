@@ -9,40 +9,9 @@ import torch
 
 from spectrain import cli
 from spectrain.commands import eval as eval_command
-from spectrain.heads.base import TargetFacts
-from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head
-from spectrain.heads.folder import save_head
-from spectrain.heads.target_tensors import TargetTensors
-from spectrain.infer.target import Target
+from spectrain.tests.commands.evaluations import one_line, run, write_head
 from spectrain.tests.commands.test_self_chat import tokenizer
 from spectrain.tests.models import rand_llama
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    rand_llama(4, max_position_embeddings=96).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tensors(model: Path) -> TargetTensors:
-    return Target.load(model, dtype=torch.float32).tensors()
-
-
-def write_head(folder: Path, tensors: TargetTensors, record: dict | None = None, **changes) -> Path:
-    facts = TargetFacts.from_config(rand_llama(4, max_position_embeddings=96).config)
-    config = Eagle3Config.derive(facts, {"draft_vocab_size": 97, **changes})
-    head = Eagle3Head(config)
-    head.initialise(tensors, torch.Generator().manual_seed(0))
-    save_head(folder, head, record or {}, dtype=torch.float32)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory, tensors: TargetTensors) -> Path:
-    return write_head(tmp_path_factory.mktemp("head") / "e3", tensors, {"serving": {"num_draft_tokens": 2}})
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +20,6 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"prompt": f"w{i} w{i + 1} w{2 * i}"} for i in range(5)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as leaving:
-        cli.main(["eval", "--device", "cpu", *map(str, arguments)])
-    shown = capsys.readouterr()
-    return int(leaving.value.code or 0), shown.out, shown.err
 
 
 def test_report_folder_of_a_head(model, head, prompts, tmp_path, capsys) -> None:
@@ -189,13 +151,6 @@ def test_other_template_or_tokenizer_warns_naming_both(model, prompts, tensors, 
     assert code == 0
     assert "chat template" in error and "aaaaaaaaaaaa" in error and "tokenizer" in error
     assert "odd-head" in error and model.name in error
-
-
-def one_line(code: int, error: str) -> str:
-    assert code == 2, error
-    lines = [line for line in error.splitlines() if line.startswith("spectrain: error:")]
-    assert len(lines) == 1 and "Traceback" not in error
-    return lines[0]
 
 
 def test_head_path_forgotten(model, prompts, tmp_path, capsys) -> None:

@@ -14,25 +14,12 @@ from spectrain.commands.methods import DraftTokens, draft_tokens, proposer_maker
 from spectrain.infer.engine import EngineConfig
 from spectrain.infer.proposers.hybrid import HybridProposer
 from spectrain.infer.target import Target
-from spectrain.tests.commands.test_eval import one_line, run, write_head
+from spectrain.tests.commands.evaluations import one_line, run
 from spectrain.tests.commands.test_self_chat import tokenizer
+from spectrain.tests.gemma4_assistants import assistant_of
 from spectrain.tests.infer.draft_steps import bound, drafted, step_of
-from spectrain.tests.models import rand_llama
+from spectrain.tests.models import gemma4
 from spectrain.tests.suffix_package import NEEDS_SUFFIX
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    rand_llama(4, max_position_embeddings=96).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def head(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tensors = Target.load(model, dtype=torch.float32).tensors()
-    return write_head(tmp_path_factory.mktemp("head") / "e3", tensors, {"serving": {"num_draft_tokens": 2}})
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +153,29 @@ def test_what_is_not_there_is_one_line_and_nothing_else_runs(flags, expected, mo
     code, _, error = run(capsys, "--model", model, "--prompts", prompts, "--out", tmp_path / "r", *flags)
     assert expected in one_line(code, error)
     assert not (tmp_path / "r").exists()
+
+
+def test_a_gemma_4_assistant_drafts_from_its_own_folder(prompts, tmp_path, capsys) -> None:
+    target, head = gemma4(max_position_embeddings=96), tmp_path / "assistant"
+    target.save_pretrained(tmp_path / "gemma")
+    tokenizer().save_pretrained(tmp_path / "gemma")
+    assistant_of(target.config).save_pretrained(head)
+    arguments = ("--model", tmp_path / "gemma", "--head", head, "--prompts", prompts, "--max-new-tokens", 8)
+    for method in ((), ("--method", "mtp")):
+        code, _, error = run(capsys, *arguments, *method, "--out", tmp_path / f"r{len(method)}")
+        assert code == 0, error
+        (result,) = results_of(tmp_path / f"r{len(method)}")
+        assert result["method"] == "mtp" and result["num_draft_tokens"] == 3 and result["lossless"]["passed"]
+        assert result["draft_acceptance_rate"] is not None
+    code, _, error = run(capsys, *arguments, "--method", "eagle3", "--out", tmp_path / "r")
+    assert "is a head for mtp, found --method eagle3" in one_line(code, error)
+
+
+def test_an_assistant_of_another_target_is_refused(model, prompts, tmp_path, capsys) -> None:
+    assistant_of(gemma4().config).save_pretrained(tmp_path / "assistant")
+    arguments = ("--model", model, "--head", tmp_path / "assistant", "--prompts", prompts, "--out", tmp_path / "r")
+    code, _, error = run(capsys, *arguments)
+    assert "reads keys and values of a Gemma 4" in one_line(code, error)
 
 
 def test_another_heads_name_is_refused(model, head, prompts, tmp_path, capsys) -> None:

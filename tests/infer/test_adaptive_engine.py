@@ -15,7 +15,6 @@ from spectrain.infer.target import Target
 from spectrain.tests.fresh import fresh_proposer
 from spectrain.tests.infer import test_engine_law as law
 from spectrain.tests.infer.proposers import LawProposer, NoisyOracle, ScriptedProposer
-from spectrain.tests.models import rand_llama
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 
@@ -33,11 +32,6 @@ NARROW = costs(4, lambda width: 1.0 if width <= 2 else 50.0)
 CONFIG = EngineConfig(
     num_draft_tokens=4, num_blocks=200, block_size=4, max_batch_tokens=64, max_batch_size=8, draft_policy="adaptive"
 )
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target.from_model(rand_llama(max_position_embeddings=128))
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import torch
 
 from spectrain.heads.pard import Pard
 from spectrain.infer.engine import Engine, EngineConfig
@@ -16,23 +15,11 @@ from spectrain.infer.target import Target
 from spectrain.tests.fresh import proposer_of
 from spectrain.tests.infer.proposers import keep_drafts
 from spectrain.tests.language_models import MASK, chain_drafts, in_transformers, parallel_logits, random_draft_model
-from spectrain.tests.models import rand_llama
 
 CONFIG = EngineConfig(num_blocks=200, block_size=4, max_batch_tokens=64, max_batch_size=16)
 NEW_TOKENS = 25
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 METHODS = ["draft_model", "pard"]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target.from_model(rand_llama(max_position_embeddings=128))
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (1, 3, 17, 26, 9)]
 
 
 @pytest.fixture(scope="module")

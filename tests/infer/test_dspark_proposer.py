@@ -14,22 +14,11 @@ from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
 from spectrain.tests.fresh import loud_head
 from spectrain.tests.models import rand_llama
-from spectrain.tests.train.blocks import BlockDrafter
+from spectrain.tests.train.blocks import WalkingBlockDrafter
 
 CONFIG = EngineConfig(num_blocks=200, block_size=4, max_batch_tokens=64, max_batch_size=16)
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
 STYLES = {"as published": {}, "candidates": {"num_candidates": 5}, "behind the anchor": {"sample_from_anchor": False}}
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target.from_model(rand_llama(max_position_embeddings=128))
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (1, 3, 17, 26)]
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +56,12 @@ def reference_rows(
     model = rand_llama(max_position_embeddings=128)
     states_of = model(torch.tensor([text[:length]]), output_hidden_states=True).hidden_states
     aux = torch.stack([states_of[i][0] for i in head.config.layer_ids], dim=1)
-    drafter, first, n = BlockDrafter(head, target.tensors(), aux), head.config.first_draft_slot, len(drafts)
+    drafter, first, n = WalkingBlockDrafter(head, target.tensors(), aux), head.config.first_draft_slot, len(drafts)
     states = drafter.states(length - 1, text[length - 1])[first : first + n]
     logits = states @ target.tensors().lm_head.T
-    w1, w2 = (head.state_dict()[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
+    w1 = head.state_dict()["markov_head.markov_w1.weight"]
     before = [text[length - 1], *drafts[:-1]]
-    biased = torch.stack([row + w2 @ w1[token] for row, token in zip(logits, before, strict=True)])
+    biased = torch.stack([row + drafter.bias(token) for row, token in zip(logits, before, strict=True)])
     if head.config.num_candidates:
         for row, own in zip(biased, logits, strict=True):
             row[own < own.topk(head.config.num_candidates).values[-1]] = -torch.inf

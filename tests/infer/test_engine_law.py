@@ -2,9 +2,11 @@
 
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.proposers.base import Proposer
@@ -28,9 +30,11 @@ def target() -> Target:
     return Target.from_model(model())
 
 
-def exact_law(params: SamplingParams, prompt: list[int] = PROMPT) -> dict[tuple[int, ...], float]:
+def exact_law(
+    params: SamplingParams, prompt: list[int] = PROMPT, build_model: Callable[[], PreTrainedModel] = model
+) -> dict[tuple[int, ...], float]:
     """Joint law of the first DEPTH tokens, by full forwards; top-k by hand."""
-    lone, law = model(), {(): 1.0}
+    lone, law = build_model(), {(): 1.0}
     for _ in range(DEPTH):
         longer = {}
         for known, p in law.items():

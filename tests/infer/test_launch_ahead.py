@@ -13,14 +13,8 @@ from spectrain.infer.request import FinishReason
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
 from spectrain.tests.fresh import fresh_proposer
-from spectrain.tests.models import rand_llama
 
 CONFIG = EngineConfig(num_blocks=200, block_size=4, max_batch_tokens=64, max_batch_size=8)
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target.from_model(rand_llama(max_position_embeddings=128))
 
 
 def texts(count: int) -> list[list[int]]:

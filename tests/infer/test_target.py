@@ -19,6 +19,7 @@ from spectrain.tests.models import (
     TARGETS,
     build,
     gemma3,
+    gemma4,
     gpt2_tiny,
     lone_forward,
     qwen3_widehead,
@@ -82,9 +83,23 @@ def phi3_longrope(short):
     return build("Phi3", **COMMON, original_max_position_embeddings=16, sliding_window=None, rope_parameters=rope)
 
 
+def gemma4_shared_keys():
+    """The last layers of each kind see with keys and values of the ones before; each token adds to every layer."""
+    shared = {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3}
+    per_layer = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}
+    return gemma4(**shared, **per_layer, num_kv_shared_layers=2, use_double_wide_mlp=True)
+
+
+def gemma4_keys_as_values():
+    return gemma4(attention_k_eq_v=True, num_global_key_value_heads=1, final_logit_softcapping=5.0)
+
+
 FAMILIES = {
     **TARGETS,
     "gemma2": gemma2,
+    "gemma4": gemma4,
+    "gemma4_shared_keys": gemma4_shared_keys,
+    "gemma4_keys_as_values": gemma4_keys_as_values,
     "gpt_oss": gpt_oss,
     "llama4": llama4,
     "stablelm": lambda: build("StableLm", **COMMON),

@@ -1,4 +1,4 @@
-"""Tiny DFlash heads, and a drafter written from the method alone: one block, one row, one attention head at a time."""
+"""Tiny DFlash and DSpark heads, and drafters written from the methods: one block, row and attention head at a time."""
 
 from typing import Any
 
@@ -6,16 +6,21 @@ import torch
 from torch import Tensor
 
 from spectrain.heads.dflash import DFlashConfig, DFlashHead
+from spectrain.heads.dspark import DSparkConfig
 from spectrain.heads.target_tensors import TargetTensors
 from spectrain.tests.train.reference_decoder import rms, rope
-from spectrain.tests.train.toys import Document, pack, seeded, tiny_config
+from spectrain.tests.train.toys import Document, pack, seeded, tiny_facts
 from spectrain.train.batch import TrainBatch
 
 
 def block_config(vocab: int = 16, hidden: int = 16, **settings: Any) -> DFlashConfig:
-    facts = tiny_config(vocab=vocab, hidden=hidden).target
-    defaults = {"layer_ids": (2, 3, 4), "num_layers": 1, "block_size": 4, "mask_token_id": vocab - 1}
-    return DFlashConfig.derive(facts, defaults | settings)
+    shape = {"layer_ids": (2, 3, 4), "num_layers": 1, "block_size": 4, "mask_token_id": vocab - 1}
+    return DFlashConfig.derive(tiny_facts(vocab, hidden), shape | settings)
+
+
+def spark_config(vocab: int = 16, hidden: int = 16, **settings: Any) -> DSparkConfig:
+    shape = {"layer_ids": (2, 3, 4), "num_layers": 1, "block_size": 3, "mask_token_id": vocab - 1, "markov_rank": 4}
+    return DSparkConfig.derive(tiny_facts(vocab, hidden), shape | settings)
 
 
 def block_batch(rows: list[list[Document]], target: TargetTensors, config: DFlashConfig, **options: Any) -> TrainBatch:
@@ -82,3 +87,21 @@ class BlockDrafter:
     @property
     def _theta(self) -> float:
         return self.c.rope_parameters["rope_theta"]
+
+
+class WalkingBlockDrafter(BlockDrafter):
+    """DSpark: every slot is biased by the token drafted in the one before it."""
+
+    def bias(self, previous: int) -> Tensor:
+        w1, w2 = (self.w[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
+        return w2 @ w1[previous]
+
+    def drafts(self, anchor: int, token_id: int) -> list[int]:
+        walk = [token_id]
+        for row in self.logits(anchor, token_id)[0 if self.c.sample_from_anchor else 1 :]:
+            walk.append(int((row + self.bias(walk[-1])).argmax()))
+        return walk[1:]
+
+
+def drafter_of(head: DFlashHead, target: TargetTensors, aux: Tensor) -> BlockDrafter:
+    return (WalkingBlockDrafter if isinstance(head.config, DSparkConfig) else BlockDrafter)(head, target, aux)

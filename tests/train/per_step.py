@@ -9,6 +9,7 @@ from spectrain.heads.medusa import MedusaConfig
 from spectrain.heads.mlp_speculator import MLPSpeculatorConfig
 from spectrain.heads.per_step import PerStepConfig, PerStepHead
 from spectrain.heads.target_tensors import TargetTensors
+from spectrain.tests.train.formulas import normed
 from spectrain.tests.train.toys import tiny_config
 from spectrain.train.objectives.medusa import MedusaObjective, MedusaSettings
 from spectrain.train.objectives.mlp_speculator import MLPSpeculatorObjective
@@ -42,13 +43,6 @@ def make_objective(config: PerStepConfig, **settings: object) -> PerStepObjectiv
         return MedusaObjective(config, MedusaSettings(**settings))
     assert isinstance(config, MLPSpeculatorConfig)
     return MLPSpeculatorObjective(config, PerStepSettings(**settings))
-
-
-def normed(target: TargetTensors, final: Tensor) -> Tensor:
-    if target.norm.kind == "none":
-        return final
-    assert target.norm.weight is not None
-    return final / (final.pow(2).mean(-1, keepdim=True) + target.norm.eps).sqrt() * target.norm.weight
 
 
 class ReferenceDrafter:

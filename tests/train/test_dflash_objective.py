@@ -5,13 +5,22 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor
 
 from spectrain.heads.dflash import DFlashHead
-from spectrain.heads.target_tensors import TargetTensors
 from spectrain.tests.fresh import loud_head
 from spectrain.tests.train.blocks import BlockDrafter, block_batch, block_config
-from spectrain.tests.train.toys import Document, counted, gradients, pack, random_document, random_target, seeded, share
+from spectrain.tests.train.formulas import assert_acceptance, influences, law_of, row_loss
+from spectrain.tests.train.toys import (
+    Document,
+    counted,
+    gradients,
+    numbered_documents,
+    pack,
+    random_document,
+    random_target,
+    seeded,
+    share,
+)
 from spectrain.train import attention, losses
 from spectrain.train.attention import BlockAttend
 from spectrain.train.batch import TrainBatch
@@ -145,13 +154,14 @@ def test_loss_equals_the_formula_on_the_drafters_logits(kind: losses.LossKind, f
     batch = counted(objective, head, block_batch(rows, target, config))
     sums, counts = [0.0] * config.num_drafts, [0] * config.num_drafts
     for document in (d for row in rows for d in row):
-        laws = target.logits(document.final).softmax(-1)
+        laws, text = law_of(target, document.final), document.token_ids.tolist()
         drafter = BlockDrafter(head, target, document.aux)
-        for t in range(len(document.token_ids) - 2):
-            logits = drafter.logits(t + 1, int(document.token_ids[t + 1]))
-            for k in range(min(config.num_drafts, len(document.token_ids) - 2 - t)):
-                q = logits[k if from_anchor else k + 1].softmax(0)
-                sums[k] += float(row_loss(kind, q, laws[t + 1 + k], int(document.token_ids[t + 2 + k])))
+        for t in range(len(text) - 2):
+            logits = drafter.logits(t + 1, text[t + 1])
+            for k in range(min(config.num_drafts, len(text) - 2 - t)):
+                loss = row_loss(kind, logits[k if from_anchor else k + 1], laws[t + 1 + k], text[t + 2 + k])
+                assert loss is not None
+                sums[k] += loss
                 counts[k] += 1
     assert batch.denominators.tolist() == counts and min(counts) > 0
     decay = [math.exp(-k / 1.7) for k in range(config.num_drafts)]
@@ -162,11 +172,6 @@ def test_loss_equals_the_formula_on_the_drafters_logits(kind: losses.LossKind, f
     assert float(output.loss.detach()) == pytest.approx(expected, rel=1e-5)
     for k in range(config.num_drafts):
         assert share(output, f"loss_{k}") == pytest.approx(sums[k] / counts[k], rel=1e-5)
-
-
-def row_loss(kind: str, q: Tensor, p: Tensor, label: int) -> Tensor:
-    alpha = torch.minimum(p, q).sum()
-    return {"ce": -q[label].log(), "kl": (p * (p / q).log()).sum(), "tv": 1 - alpha, "lk_alpha": -alpha.log()}[kind]
 
 
 def test_confidence_weights_equal_the_formula() -> None:
@@ -214,11 +219,8 @@ def test_each_slot_depends_on_exactly_what_the_drafter_knows(style: str) -> None
     """States 0..a-1 and the token x_a of its own document: all of them, nothing else; with causal slots too."""
     config, target = block_config(vocab=32, **STYLES[style]), random_target(32, 16)
     head = loud_head(config, target)
-    lengths, generator, documents, start = [6, 5], torch.Generator().manual_seed(0), [], 0
-    for n in lengths:  # every token id appears once, so an embedding row names a position
-        documents.append(random_document(n, 32, 16, generator)._replace(token_ids=torch.arange(start, start + n)))
-        start += n
-    batch = block_batch([documents], target, config, seq=13)
+    generator = torch.Generator().manual_seed(0)
+    batch = block_batch([numbered_documents([6, 5], 16, generator)], target, config, seq=13)
     aux = batch.aux_states.requires_grad_()
     embeds = target.embed_tokens.requires_grad_()
     rows = torch.tensor([*range(5), *range(6, 10)])
@@ -240,29 +242,12 @@ def test_only_the_table_of_counted_slots_can_change_the_loss() -> None:
     """Mask 00111011 counts (t, k) = (1,0) (2,0) (5,0) (1,1): anchors x_2, x_3, x_6; final rows 2, 3 and 6."""
     config, target = block_config(), random_target(16, 16)
     head = loud_head(config, target)
-    generator = torch.Generator().manual_seed(3)
     mask = torch.tensor([c == "1" for c in "00111011"])
-    document = random_document(8, 16, 16, generator)._replace(loss_mask=mask)
-    for kind in ("ce", "kl"):
-        objective = DFlashObjective(config, DFlashSettings(loss=kind))
-
-        def loss(changed: Document, objective: DFlashObjective = objective) -> float:
-            batch = block_batch([[changed]], target, config)
-            assert objective.count(head, batch).tolist() == [3, 1, 0]
-            with torch.no_grad():
-                return float(objective(head, target, batch._replace(denominators=torch.tensor([3.0, 1.0, 0.0]))).loss)
-
-        expected = loss(document)
-        for t in range(8):
-            token_ids, aux, final = document.token_ids.clone(), document.aux.clone(), document.final.clone()
-            token_ids[t] = (token_ids[t] + 1) % 16
-            aux[t] += 1
-            final[t] = torch.randn(16, generator=generator)
-            # x_2, x_3, x_6 are anchors, and labels of ce as are x_4 and x_7
-            tokens = (2, 3, 4, 6, 7) if kind == "ce" else (2, 3, 6)
-            assert (loss(document._replace(token_ids=token_ids)) != expected) == (t in tokens), (kind, t)
-            assert (loss(document._replace(aux=aux)) != expected) == (t <= 5), (kind, t)
-            assert (loss(document._replace(final=final)) != expected) == (kind == "kl" and t in (2, 3, 6)), (kind, t)
+    document = random_document(8, 16, 16, torch.Generator().manual_seed(3))._replace(loss_mask=mask)
+    # x_2, x_3, x_6 are anchors, and labels of ce as are x_4 and x_7
+    for kind, tokens, finals in (("ce", {2, 3, 4, 6, 7}, set()), ("kl", {2, 3, 6}, {2, 3, 6})):
+        found = influences(DFlashObjective(config, DFlashSettings(loss=kind)), head, target, document)
+        assert found == (tokens, {0, 1, 2, 3, 4, 5}, finals)
 
 
 def drawn(objective: DFlashObjective, head: DFlashHead, batch: TrainBatch) -> list[list[int]]:
@@ -329,36 +314,15 @@ def test_acceptance_metrics_equal_counts_on_the_drafters_logits() -> None:
     documents = [random_document(n, 3, 8, torch.Generator().manual_seed(n)) for n in (25, 11, 4)]
     objective = DFlashObjective(config, DFlashSettings())
     output = objective(head, target, block_batch([[d] for d in documents], target, config))
-    agree, accept, valid = [0] * 3, [0] * 3, [0] * 3
+    hits: list[dict[tuple[int, int], bool]] = []
     for document in documents:
-        tops = target.logits(document.final).argmax(-1)
+        hits.append({})
+        tops, text = target.logits(document.final).argmax(-1), document.token_ids.tolist()
         drafter = BlockDrafter(head, target, document.aux)
-        for t in range(len(document.token_ids) - 2):
-            drafts = drafter.drafts(t + 1, int(document.token_ids[t + 1]))
-            hits = [drafts[k] == int(tops[t + 1 + k]) for k in range(3) if t + 2 + k < len(document.token_ids)]
-            for k, hit in enumerate(hits):
-                valid[k] += 1
-                agree[k] += hit
-                accept[k] += all(hits[: k + 1])
-    for k in range(3):
-        assert [int(x) for x in output.metrics[f"agree_{k}"]] == [agree[k], valid[k]]
-        assert [int(x) for x in output.metrics[f"accept_{k}"]] == [accept[k], valid[k]]
-
-
-def test_the_targets_tensors_are_used_and_never_trained() -> None:
-    config, target = block_config(), random_target(16, 16)
-    head = loud_head(config, target)
-    before: TargetTensors = random_target(16, 16)
-    objective = DFlashObjective(config, DFlashSettings())
-    batch = block_batch([[random_document(9, 16, 16, torch.Generator().manual_seed(0))]], target, config)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
-    for _ in range(5):
-        objective(head, target, counted(objective, head, batch)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert torch.equal(target.lm_head, before.lm_head) and torch.equal(target.embed_tokens, before.embed_tokens)
-    assert head.output_weight(target) is target.lm_head
-    assert not any("embed" in name or "lm_head" in name for name in head.state_dict())
+        for t in range(len(text) - 2):
+            drafts = drafter.drafts(t + 1, text[t + 1])
+            hits[-1] |= {(t, k): drafts[k] == int(tops[t + 1 + k]) for k in range(3) if t + 2 + k < len(text)}
+    assert_acceptance(output, hits, 3)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,12 @@ from spectrain.heads.base import TargetFacts
 from spectrain.heads.draft_model import DraftModel
 from spectrain.heads.target_tensors import TargetTensors
 from spectrain.tests.language_models import in_transformers, parallel_logits, random_draft_model
+from spectrain.tests.train.formulas import assert_acceptance, influences, law_of, row_loss
 from spectrain.tests.train.toys import (
     Document,
     counted,
     gradients,
+    numbered_documents,
     pack,
     random_document,
     random_target,
@@ -110,25 +112,14 @@ def test_loss_is_one_mean_of_the_formula_over_all_rows(steps: int, kind: LossKin
     model, target = in_transformers(head, tmp_path), random_target(VOCAB, 16)
     texts = documents(9, 5)
     batch = counted(objective, head, pack([texts], target, steps))
-    sums = []
+    losses = []
     for document in texts:
-        assert target.norm.weight is not None
-        normed = document.final / (document.final.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * target.norm.weight
-        law = (normed @ target.lm_head.T).softmax(-1)
-        for (row, step), logits in reference_rows(model, document.token_ids.tolist(), 0, steps).items():
-            q, p = logits.softmax(0), law[row + step]
-            alpha = torch.minimum(p, q).sum()
-            sums.append(
-                {
-                    "ce": -q[document.token_ids[row + 1 + step]].log(),
-                    "kl": (p * (p / q).log()).sum(),
-                    "tv": 1 - alpha,
-                    "lk_alpha": -alpha.log(),
-                }[kind]
-            )
-    assert batch.denominators.sum() == len(sums)
+        law, text = law_of(target, document.final), document.token_ids.tolist()
+        for (row, step), logits in reference_rows(model, text, 0, steps).items():
+            losses.append(row_loss(kind, logits, law[row + step], text[row + 1 + step]))
+    assert batch.denominators.sum() == len(losses)
     output = objective(head, target, batch)
-    assert float(output.loss.detach()) == pytest.approx(float(torch.stack(sums).mean()), rel=1e-4)
+    assert float(output.loss.detach()) == pytest.approx(sum(losses) / len(losses), rel=1e-4)
 
 
 def test_each_row_sees_the_text_up_to_its_own_and_nothing_else():
@@ -137,11 +128,7 @@ def test_each_row_sees_the_text_up_to_its_own_and_nothing_else():
     head = random_draft_model(facts, parallel=True)
     objective = PardObjective(head.config, PardSettings(steps=3))
     target, mask = random_target(32, 16), 31
-    lengths, start, texts = [6, 5], 0, []
-    for n in lengths:  # every token occurs once, so an embedding names a position
-        document = random_document(n, 31, 16, torch.Generator().manual_seed(n), layers=0)
-        texts.append(document._replace(token_ids=torch.arange(start, start + n)))
-        start += n
+    texts = numbered_documents([6, 5], 16, torch.Generator().manual_seed(0), layers=0)
     head.eval()
     embeds = head.model.embed_tokens.weight
     probe = torch.randn(32, generator=torch.Generator().manual_seed(0))
@@ -194,18 +181,7 @@ def test_only_the_table_of_counted_rows_can_change_the_loss():
     batch = pack([[document]], target, 3)
     valid = objective.supervise(head, batch).valid
     assert [row.nonzero().squeeze(1).tolist() for row in valid] == [[2, 3, 6], [2], []]
-
-    def loss(changed: Document) -> float:
-        with torch.no_grad():
-            return float(objective(head, target, counted(objective, head, pack([[changed]], target, 3))).loss)
-
-    expected = loss(document)
-    for t in range(8):
-        token_ids, final = document.token_ids.clone(), document.final.clone()
-        token_ids[t] = (token_ids[t] + 1) % MASK
-        final[t] = torch.randn(16, generator=torch.Generator().manual_seed(t))
-        assert (loss(document._replace(token_ids=token_ids)) == expected) == (t == 7)  # inputs are x_0..x_6
-        assert (loss(document._replace(final=final)) == expected) == (t not in (2, 3, 6))
+    assert influences(objective, head, target, document) == ({0, 1, 2, 3, 4, 5, 6}, set(), {2, 3, 6})
 
 
 def test_hard_labels_are_tokens_of_the_counted_rows():
@@ -282,22 +258,16 @@ def test_acceptance_metrics_equal_counts_on_transformers_logits(tmp_path: Path):
     model, target = in_transformers(head, tmp_path), random_target(3, 8)
     texts = [random_document(n, 2, 8, torch.Generator().manual_seed(n), layers=0) for n in (25, 11, 4)]
     output = objective(head, target, pack([[d] for d in texts], target, 3))
-    accept, valid = [0] * 3, [0] * 3
+    hits: list[dict[tuple[int, int], bool]] = []
     for document in texts:
-        tops = target.logits(document.final).argmax(-1)
-        text = document.token_ids.tolist()
+        hits.append({})
+        tops, text = target.logits(document.final).argmax(-1), document.token_ids.tolist()
         for row in range(len(text)):
-            agreed = True
-            for step, logits in enumerate(parallel_logits(model, text[: row + 1], 2, 3)):
-                if row + 1 + step < len(text):
-                    agreed &= int(logits.argmax()) == int(tops[row + step])
-                    accept[step] += agreed
-                    valid[step] += 1
-    for k in range(3):
-        assert tuple(map(float, output.metrics[f"accept_{k}"])) == (accept[k], valid[k])
-    expected = 1 + sum(a / v for a, v in zip(accept, valid, strict=True))
-    assert predicted_acceptance_length(output.metrics) == pytest.approx(expected)
-    assert 0 < accept[2] < accept[0]
+            drafts = parallel_logits(model, text[: row + 1], 2, 3).argmax(-1).tolist()
+            hits[-1] |= {(row, k): drafts[k] == int(tops[row + k]) for k in range(3) if row + 1 + k < len(text)}
+    shares = assert_acceptance(output, hits, 3)
+    assert predicted_acceptance_length(output.metrics) == pytest.approx(1 + sum(shares))
+    assert 0 < shares[2] < shares[0]
 
 
 def test_nothing_to_learn_gives_zero_and_gradients_that_are_zero():
@@ -309,20 +279,6 @@ def test_nothing_to_learn_gives_zero_and_gradients_that_are_zero():
         output.loss.backward()
         assert float(output.loss.detach()) == 0
         assert all(not gradient.any() for gradient in gradients(head).values())  # pyright: ignore[reportArgumentType]
-
-
-def test_bfloat16_autocast_keeps_a_float32_loss():
-    head, objective = make(4)
-    target = random_target(VOCAB, 16)
-    batch = counted(objective, head, pack_seeded([documents(20)], target, 4))
-    wide = objective(head, target, batch).loss
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        low = objective(head, target.to("cpu", torch.bfloat16), batch).loss
-    assert low.dtype is torch.float32
-    torch.testing.assert_close(low, wide, rtol=5e-2, atol=0)
-    low.backward()
-    found = gradients(head).values()  # pyright: ignore[reportArgumentType]
-    assert all(torch.isfinite(gradient).all() and gradient.dtype is torch.float32 for gradient in found)
 
 
 def test_bad_settings_and_missing_states_are_refused():

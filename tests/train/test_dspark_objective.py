@@ -9,7 +9,8 @@ from spectrain.heads.base import HeadError
 from spectrain.heads.dspark import DSparkConfig, DSparkHead
 from spectrain.heads.target_tensors import TargetTensors
 from spectrain.tests.fresh import fresh_head, loud_head
-from spectrain.tests.train.blocks import BlockDrafter, block_batch, block_config
+from spectrain.tests.train.blocks import WalkingBlockDrafter, block_batch, spark_config
+from spectrain.tests.train.formulas import influences
 from spectrain.tests.train.texts import blank, cross_entropy
 from spectrain.tests.train.toys import (
     MK,
@@ -26,12 +27,6 @@ from spectrain.train.losses import LossRows, LossSettings, soft_linear_loss
 from spectrain.train.objectives.dspark import DSparkObjective, DSparkSettings
 
 
-def spark_config(vocab: int = 16, hidden: int = 16, **settings) -> DSparkConfig:
-    facts = block_config(vocab=vocab, hidden=hidden).target
-    defaults = {"layer_ids": (2, 3, 4), "num_layers": 1, "block_size": 3, "mask_token_id": vocab - 1, "markov_rank": 4}
-    return DSparkConfig.derive(facts, defaults | settings)
-
-
 def spark_head(config: DSparkConfig, target: TargetTensors) -> DSparkHead:
     head = loud_head(config, target, random_norms=True)
     assert isinstance(head, DSparkHead)
@@ -45,19 +40,18 @@ def test_loss_equals_the_formula_on_the_drafters_logits(from_anchor: bool) -> No
     documents = [random_document(n, 16, 16, torch.Generator().manual_seed(n)) for n in (8, 5)]
     objective = DSparkObjective(config, DSparkSettings(slot_decay=2.0, confidence_weight=0.7, ce_share=0.3))
     batch = counted(objective, head, block_batch([documents], target, config))
-    weights = head.state_dict()
-    w1, w2 = (weights[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
+    w1 = head.state_dict()["markov_head.markov_w1.weight"]
     total, normaliser, errors = 0.0, 0.0, [0.0] * config.num_drafts
     for document in documents:
         ids = document.token_ids.tolist()
         laws = target.logits(document.final).softmax(-1)
-        drafter = BlockDrafter(head, target, document.aux)
+        drafter = WalkingBlockDrafter(head, target, document.aux)
         for t in range(len(ids) - 2):
             states = drafter.states(t + 1, ids[t + 1])
             logits = states @ target.lm_head.T
             for k in range(min(config.num_drafts, len(ids) - 2 - t)):
                 slot, before = k + (0 if from_anchor else 1), ids[t + 1 + k]
-                q, p = (logits[slot] + w2 @ w1[before]).softmax(0), laws[t + 1 + k]
+                q, p = (logits[slot] + drafter.bias(before)).softmax(0), laws[t + 1 + k]
                 distance = float((p - q).abs().sum())
                 c = head.confidence_head.proj(torch.cat([states[slot], w1[before]]))
                 error = float(
@@ -128,6 +122,15 @@ def test_a_slot_depends_on_the_token_before_it_and_no_later_one() -> None:
     losses.loss.backward()
     touched = head.markov_head.markov_w1.weight.grad.abs().sum(-1).nonzero().squeeze(1).tolist()
     assert touched == [1, 2, 3, 4, 5]  # anchors x_1..x_5 and the drafts before others; never a last label
+
+
+def test_only_the_table_of_counted_slots_can_change_the_loss() -> None:
+    """As of DFlash with hard and soft labels at once: the token before a slot is an anchor, or such a label itself."""
+    config, target = spark_config(), random_target(16, 16)
+    mask = torch.tensor([c == "1" for c in "00111011"])
+    document = random_document(8, 16, 16, torch.Generator().manual_seed(3))._replace(loss_mask=mask)
+    found = influences(DSparkObjective(config, DSparkSettings()), spark_head(config, target), target, document)
+    assert found == ({2, 3, 4, 6, 7}, {0, 1, 2, 3, 4, 5}, {2, 3, 6})
 
 
 def learn_chain(weight: float = 1.0) -> tuple:

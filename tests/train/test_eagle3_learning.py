@@ -11,13 +11,11 @@ from spectrain.tests.train.reference_decoder import accepted_drafts
 from spectrain.tests.train.texts import (
     CYCLE,
     FIB,
-    assert_nothing_was_known,
     blank,
     certain_law,
     cross_entropy,
     cycle_documents,
     fibonacci_documents,
-    learn_uniform,
     shortened,
     unshifted,
 )
@@ -26,7 +24,6 @@ from spectrain.tests.train.toys import (
     Document,
     law_target,
     mk_windows,
-    onehot_document,
     pack,
     share,
     tiny_config,
@@ -34,7 +31,6 @@ from spectrain.tests.train.toys import (
 )
 from spectrain.train import alignment
 from spectrain.train.attention import UnrolledAttend
-from spectrain.train.batch import TrainBatch
 from spectrain.train.objectives.base import LossOutput, predicted_acceptance_length
 from spectrain.train.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 
@@ -135,7 +131,7 @@ def test_every_step_converges_to_the_entropy_of_the_chain_and_never_below():
     output = learn_chain(3, mk_windows(5, 8)[::3], 250, 1e-2)  # rows 0, 1, 2 of every third window: each bigram once
     assert share(output, "entropy_0") == pytest.approx(0.766596, abs=1e-5)
     for step in range(3):
-        assert -1e-6 < share(output, f"loss_{step}") < 3e-3
+        assert -1e-6 < share(output, f"loss_{step}") < 3e-3 and share(output, f"alpha_{step}") > 0.97
     assert 0.766596 - 1e-5 < cross_entropy(output) < 0.766596 + 3e-3
     assert sum(0.8**k for k in range(7)) * 0.766596 == pytest.approx(3.029145, abs=1e-5)
 
@@ -156,19 +152,3 @@ def test_draft_vocabulary_drops_rows_whose_top_token_is_outside():
     """.408446 is the floor over contexts 0 and 1; were context 2 counted it would be .463549."""
     found = cross_entropy(learn_chain(1, mk_windows(3, 8), 70, draft_vocab_size=2))
     assert found == pytest.approx(0.408446, abs=1e-3)
-
-
-@pytest.mark.parametrize("loss", ["ce", "kl"])
-def test_uniform_tokens_cannot_be_predicted(loss: str):
-    """Fresh uniform tokens every step; the final states name the next token, a leak if a row could see them."""
-    vocab, steps = 6, 3
-    target = law_target(certain_law(vocab), 16)
-    config = tiny_config(vocab=vocab)
-    head = loud_head(config, target)
-    objective = Eagle3Objective(config, Eagle3Settings(steps=steps, loss=loss))
-
-    def draw(generator: torch.Generator, step: int) -> TrainBatch:
-        walks = torch.randint(0, vocab, (12, 2, 9), generator=generator)
-        return pack([[onehot_document(d[:-1], d[1:], hidden=16) for d in row] for row in walks], target, steps)
-
-    assert_nothing_was_known(learn_uniform(objective, head, target, draw), vocab)

@@ -10,11 +10,12 @@ from torch import Tensor
 from spectrain.heads.eagle3 import Eagle3Head
 from spectrain.heads.target_tensors import FinalNorm, TargetTensors
 from spectrain.tests.fresh import loud_head
+from spectrain.tests.train.formulas import assert_acceptance, influences, law_of, row_loss
 from spectrain.tests.train.reference_decoder import teacher_forced
 from spectrain.tests.train.toys import (
     Document,
     counted,
-    gradients,
+    numbered_documents,
     pack,
     random_document,
     random_target,
@@ -91,20 +92,15 @@ def test_loss_equals_the_formula_on_the_decoders_logits(style: str, kind: losses
     batch = counted(objective, head, pack(rows, target, 3))
     output = objective(head, target, batch)
     ids = head.draft_to_target()
-    ids = torch.arange(16) if ids is None else ids
-    sums, counts = [0.0] * 3, [0] * 3
+    losses: list[list[float]] = [[], [], []]
     for document in (d for row in rows for d in row):
-        law = formula_law(target, document.final)
+        law, text = law_of(target, document.final), document.token_ids.tolist()
         for (t, k), logits in teacher_forced(head, target, document.token_ids, document.aux, 3).items():
-            if t + 2 + k >= len(document.token_ids):
-                continue
-            p, label = law[t + 1 + k], document.token_ids[t + 2 + k]
-            wanted = label if kind == "ce" else p.argmax()
-            if wanted in ids:
-                sums[k] += float(formula_loss(kind, logits.softmax(0), p[ids], (ids == label).nonzero()))
-                counts[k] += 1
-    assert batch.denominators.tolist() == counts and min(counts) > 0
-    expected = sum(0.6**k * sums[k] / counts[k] for k in range(3))
+            if t + 2 + k < len(text):
+                loss = row_loss(kind, logits, law[t + 1 + k], text[t + 2 + k], None if ids is None else ids.tolist())
+                losses[k] += [] if loss is None else [loss]
+    assert batch.denominators.tolist() == [len(part) for part in losses] and all(losses)
+    expected = sum(0.6**k * sum(losses[k]) / len(losses[k]) for k in range(3))
     assert float(output.loss.detach()) == pytest.approx(expected, rel=1e-5)
 
     normed_twice = dataclasses.replace(target, norm=lambda x: target.norm(target.norm(x)))
@@ -112,20 +108,6 @@ def test_loss_equals_the_formula_on_the_decoders_logits(style: str, kind: losses
     for wrong in (normed_twice, without_norm):
         if kind != "ce":
             assert abs(float(objective(head, wrong, batch).loss.detach()) - expected) > 1e-3
-
-
-def formula_law(target: TargetTensors, final: Tensor) -> Tensor:
-    assert target.norm.weight is not None
-    normed = final / (final.pow(2).mean(-1, keepdim=True) + target.norm.eps).sqrt() * target.norm.weight
-    return (normed @ target.lm_head.T).softmax(-1)
-
-
-def formula_loss(kind: str, q: Tensor, p: Tensor, label: Tensor) -> Tensor:
-    alpha = torch.minimum(p, q).sum()
-    kept = p / p.sum()
-    if kind == "ce":
-        return -q[label[0, 0]].log()
-    return {"kl": (kept * (kept / q).log()).sum(), "tv": 1 - alpha, "lk_alpha": -alpha.log()}[kind]
 
 
 def test_fc_receives_the_declared_layers_in_ascending_order():
@@ -148,11 +130,7 @@ def test_each_row_depends_on_exactly_what_the_drafter_knows(num_layers: int):
     config, target = tiny_config(vocab=32, num_layers=num_layers), random_target(32, 16)
     head = loud_head(config, target)
     lengths, steps, generator = [6, 5], 3, torch.Generator().manual_seed(0)
-    documents, start = [], 0
-    for n in lengths:  # every token id appears once, so an embedding row names a position
-        documents.append(random_document(n, 32, 16, generator)._replace(token_ids=torch.arange(start, start + n)))
-        start += n
-    batch = pack([documents], target, steps, seq=13)
+    batch = pack([numbered_documents(lengths, 16, generator)], target, steps, seq=13)
     aux = batch.aux_states.requires_grad_()
     embeds = target.embed_tokens.requires_grad_()
     logits = unrolled_logits(
@@ -177,26 +155,10 @@ def test_only_the_table_of_counted_rows_can_change_the_loss():
     """Mask 00111011 counts (1,0) (2,0) (5,0) (1,1): x_0, x_7, aux rows 6, 7 and final rows 0 1 4 5 7 play no part."""
     config, target = tiny_config(), random_target(16, 16)
     head = loud_head(config, target)
-    generator = torch.Generator().manual_seed(3)
     mask = torch.tensor([c == "1" for c in "00111011"])
-    document = random_document(8, 16, 16, generator)._replace(loss_mask=mask)
-    objective = Eagle3Objective(config, Eagle3Settings(steps=3))
-
-    def loss(changed: Document) -> float:
-        batch = pack([[changed]], target, 3)
-        assert objective.count(head, batch).tolist() == [3, 1, 0]
-        with torch.no_grad():
-            return float(objective(head, target, batch._replace(denominators=torch.tensor([3.0, 1.0, 0.0]))).loss)
-
-    expected = loss(document)
-    for t in range(8):
-        token_ids, aux, final = document.token_ids.clone(), document.aux.clone(), document.final.clone()
-        token_ids[t] = (token_ids[t] + 1) % 16
-        aux[t] += 1
-        final[t] = torch.randn(16, generator=generator)
-        assert (loss(document._replace(token_ids=token_ids)) == expected) == (t in (0, 7))
-        assert (loss(document._replace(aux=aux)) == expected) == (t in (6, 7))
-        assert (loss(document._replace(final=final)) == expected) == (t in (0, 1, 4, 5, 7))
+    document = random_document(8, 16, 16, torch.Generator().manual_seed(3))._replace(loss_mask=mask)
+    found = influences(Eagle3Objective(config, Eagle3Settings(steps=3)), head, target, document)
+    assert found == ({1, 2, 3, 4, 5, 6}, {0, 1, 2, 3, 4, 5}, {2, 3, 6})
 
 
 def test_noise_in_one_packed_document_leaves_the_other_alone():
@@ -237,21 +199,13 @@ def test_acceptance_metrics_equal_counts_on_the_decoders_logits():
     documents = [random_document(n, 2, 8, torch.Generator().manual_seed(n)) for n in (25, 11, 4)]
     objective = Eagle3Objective(config, Eagle3Settings(steps=3))
     output = objective(head, target, pack([[d] for d in documents], target, 3))
-    agree, accept, valid = [0] * 3, [0] * 3, [0] * 3
+    hits = []
     for document in documents:
         tops = target.logits(document.final).argmax(-1)
         logits = teacher_forced(head, target, document.token_ids, document.aux, 3)
-        hits = {(t, k): int(logits[t, k].argmax()) == int(tops[t + 1 + k]) for t, k in logits}
-        for t, k in hits:
-            if t + 2 + k < len(document.token_ids):
-                valid[k] += 1
-                agree[k] += hits[t, k]
-                accept[k] += all(hits[t, j] for j in range(k + 1))
-    assert accept != agree and min(accept) > 0
-    for k in range(3):
-        assert tuple(map(float, output.metrics[f"agree_{k}"])) == (agree[k], valid[k])
-        assert tuple(map(float, output.metrics[f"accept_{k}"])) == (accept[k], valid[k])
-    expected = 1 + sum(a / v for a, v in zip(accept, valid, strict=True))
+        labelled = [(t, k) for t, k in logits if t + 2 + k < len(document.token_ids)]
+        hits.append({(t, k): int(logits[t, k].argmax()) == int(tops[t + 1 + k]) for t, k in labelled})
+    expected = 1 + sum(assert_acceptance(output, hits, 3))
     assert predicted_acceptance_length(output.metrics) == pytest.approx(expected)
 
 
@@ -279,24 +233,6 @@ def test_gradient_is_the_whole_derivative_through_every_earlier_step(supervised:
                 parameter.sub_(direction, alpha=sign * reach)
         numeric = (losses[0] - losses[1]) / (2 * reach)
         assert float((parameter.grad * direction).sum()) == pytest.approx(numeric, rel=5e-3)
-
-
-def test_bfloat16_shards_and_autocast_keep_a_float32_loss():
-    config, target = tiny_config(), random_target(16, 16)
-    head = loud_head(config, target)
-    objective = Eagle3Objective(config, Eagle3Settings(steps=3))
-    batch = pack([[random_document(20, 16, 16, torch.Generator().manual_seed(0))]], target, 3)
-    batch = counted(objective, head, batch)
-    wide = objective(head, target, batch).loss
-    assert batch.final_states is not None
-    low_batch = batch._replace(aux_states=batch.aux_states.bfloat16(), final_states=batch.final_states.bfloat16())
-    assert objective(head, target, low_batch).loss.dtype is torch.float32
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        low = objective(head, target.to("cpu", torch.bfloat16), low_batch).loss
-    assert low.dtype is torch.float32
-    torch.testing.assert_close(low, wide, rtol=5e-2, atol=0)
-    low.backward()
-    assert all(torch.isfinite(grad).all() and grad.dtype is torch.float32 for grad in gradients(head).values())
 
 
 def test_missing_last_state_and_bad_settings_are_refused():

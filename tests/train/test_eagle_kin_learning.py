@@ -12,6 +12,7 @@ from spectrain.tests.train.texts import (
     cross_entropy,
     cycle_documents,
     fibonacci_documents,
+    overlap,
     shortened,
     unshifted,
 )
@@ -107,7 +108,7 @@ def test_eagle_converges_to_the_entropy_of_the_chain_with_the_published_weights(
     output = learn_eagle(mk_windows(3, 8), 80)
     assert share(output, "entropy_0") == pytest.approx(0.766596, abs=1e-5)
     assert 0.766596 - 1e-5 < cross_entropy(output) < 0.766596 + 3e-3
-    assert share(output, "feature_0") < 1e-3
+    assert share(output, "feature_0") < 1e-3 and share(output, "alpha_0") > 0.97
 
 
 def test_eagle_with_an_unshifted_token_stops_at_the_entropy_two_tokens_away(monkeypatch: pytest.MonkeyPatch):
@@ -163,3 +164,5 @@ def test_peagle_converges_to_the_entropy_of_a_token_two_steps_away(by: int, floo
     objective = PEagleObjective(config, PEagleSettings(steps=2, retention=1.0))
     output = train(objective, head, target, pack([blank(row) for row in mk_windows(4, 8)], target, 2), 80, 2e-2)
     assert floor - 1e-5 < cross_entropy(output, 1) < floor + 2e-3
+    if not by:
+        assert share(output, "alpha_1") == pytest.approx(overlap(2), abs=2e-2)

@@ -16,7 +16,7 @@ from spectrain.tests.train import gradient_worker
 from spectrain.tests.train.runs import environment, gradients, make_stepper
 from spectrain.train.data import StepPlan
 from spectrain.train.settings import OptimizerSettings, SettingsError
-from spectrain.train.step import NonFiniteError, make_optimizer, to_device
+from spectrain.train.step import NonFiniteError, to_device
 
 # eight rows of one document each, of very different lengths, one of them without any supervised token
 LENGTHS = (17, 25, 31, 18, 20, 29, 17, 23)
@@ -142,30 +142,6 @@ def test_the_optimizer_holds_trainable_head_parameters_and_nothing_of_the_target
     decayed = {len(group["params"]): group["weight_decay"] for group in stepper.optimizer.param_groups}
     norms = sum(p.dim() == 1 for p in head.parameters())
     assert decayed[norms] == 0.0 and 0.1 in decayed.values()
-
-
-def test_published_size_of_the_llama_8b_head() -> None:
-    from spectrain.heads.base import TargetFacts
-    from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head
-
-    facts = TargetFacts(
-        model_type="llama",
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        vocab_size=128256,
-        rms_norm_eps=1e-5,
-        max_position_embeddings=131072,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-    )
-    with torch.device("meta"):
-        head = Eagle3Head(Eagle3Config.derive(facts, {"draft_vocab_size": 32000}))
-    assert sum(p.numel() for p in head.parameters()) == 424_689_664
-    optimizer = make_optimizer(head, OptimizerSettings())
-    assert sum(p.numel() for group in optimizer.param_groups for p in group["params"]) == 424_689_664
 
 
 def test_clipping_is_by_the_norm_of_the_whole_gradient(folder: Path) -> None:

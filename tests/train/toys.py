@@ -1,5 +1,6 @@
 """Toy targets of known law, tiny heads, hand-packed batches: `from spectrain.tests.train.toys import ...`."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -88,6 +89,17 @@ def random_document(
         torch.randn(tokens, layers, hidden, generator=generator),
         torch.randn(tokens, hidden, generator=generator),
     )
+
+
+def numbered_documents(
+    lengths: Sequence[int], hidden: int, generator: torch.Generator, layers: int = 3
+) -> list[Document]:
+    """Every token id occurs once in all of them, so that an embedding row names a place."""
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    return [
+        random_document(n, 1, hidden, generator, layers)._replace(token_ids=torch.arange(int(start), int(start) + n))
+        for n, start in zip(lengths, starts, strict=False)
+    ]
 
 
 def onehot_document(token_ids: Tensor, contexts: Tensor, hidden: int, layers: int = 3) -> Document:
