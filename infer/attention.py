@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from ..kernels import dispatch
-from .batch import PackedBatch
+from .batch import PackedBatch, RequestRows
 from .planes import Plane, Planes
 
 PAGED = "spectrain_paged"
@@ -46,6 +46,7 @@ class StepState:
     """What changes from step to step; one per target, shared by its sites and hooks."""
 
     batch: PackedBatch | None = None
+    rows: RequestRows | None = None  # of the same batch, where layers have recurrent states
     states: Tensor | None = None  # [num_tokens, num_layer_ids, hidden], filled by the hooks
 
 

@@ -18,9 +18,11 @@ from .costs import StepCosts
 from .draft_policy import DraftPolicy, DraftPolicyName
 from .flight import Clock, Flight, Verified
 from .graphs import GraphCache, RecordingError
+from .memory import count_blocks, free_memory, state_bytes
 from .planes import BlockPool, Planes, PlaneSpec
 from .proposers.base import Proposer, Released
-from .request import Request, RequestOutput
+from .recurrent import States
+from .request import EngineError, Request, RequestOutput
 from .runner import BUCKETS, Runner
 from .sampling import SamplingParams, SamplingTable
 from .scheduler import Scheduler
@@ -30,10 +32,6 @@ from .synthetic import check_survival, synthetic_rates
 from .table import RequestTable
 from .target import Target
 from .verify import Verification
-
-
-class EngineError(ValueError):
-    """A request or setting the engine cannot honour; the message says what would work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +44,7 @@ class EngineConfig:
     max_batch_tokens: int = 2048
     max_batch_size: int = 64
     max_length: int | None = None  # None: the target's
-    prefix_cache: bool = True  # requests share the blocks of a common beginning
+    prefix_cache: bool = True  # requests share the blocks of a common beginning; not of targets with recurrent states
     memory_share: float = 0.8  # of what is free when the engine is built; used where num_blocks is None
     eager: bool = False  # no fused layers, no CUDA graphs, and no step is launched before the last one was read
     launch_ahead: bool | None = None  # launch a step before the last one was read; None: where graphs are used
@@ -109,11 +107,15 @@ class Engine:
         specs = (*target.plane_specs, *requirements.planes)
         spare_slots = requirements.spare_slots(config.num_draft_tokens)
         num_blocks = self._num_blocks(specs, self.max_length + spare_slots)
+        # a block holds no recurrent state, so that a request cannot begin behind one
+        prefix_cache = config.prefix_cache and not target.state_specs
         self.pool = BlockPool(
-            num_blocks, config.block_size, prefix_cache=config.prefix_cache, next_token=requirements.next_token
+            num_blocks, config.block_size, prefix_cache=prefix_cache, next_token=requirements.next_token
         )
         planes = Planes(specs, num_blocks, config.block_size, target.device)
-        target.bind(planes)
+        target.bind(
+            planes, States(target.state_specs, config.max_batch_size + 1, config.num_draft_tokens, target.device)
+        )
         self.scheduler = Scheduler(self.pool, config.max_batch_tokens, config.max_batch_size)
         self.table = RequestTable(
             config.max_batch_size,
@@ -389,18 +391,11 @@ class Engine:
 
     def _num_blocks(self, specs: Sequence[PlaneSpec], slots: int) -> int:
         """Blocks for a full batch of so many slots each, or as many as memory holds, unless the config says."""
-        block_bytes = sum(spec.bytes_per_token for spec in specs) * self.config.block_size
-        free = _free_memory(self.target.device)
-        given = self.config.num_blocks
-        if given is not None:
-            if given * block_bytes > free:
-                raise EngineError(
-                    f"a cache of {given} blocks takes {given * block_bytes / 2**30:.1f} GiB, free are "
-                    f"{free / 2**30:.1f}; lower --num-blocks to {free // block_bytes} or less"
-                )
-            return given
-        wanted = self.config.max_batch_size * -(-slots // self.config.block_size) + 1
-        return max(2, min(wanted, int(free * self.config.memory_share) // block_bytes))
+        config, free = self.config, free_memory(self.target.device)
+        free -= state_bytes(self.target.state_specs, config.max_batch_size, config.num_draft_tokens, free)
+        wanted = config.max_batch_size * -(-slots // config.block_size) + 1
+        given, share = config.num_blocks, config.memory_share
+        return count_blocks(specs, config.block_size, free, wanted=wanted, given=given, share=share)
 
 
 def _output_of(request: Request) -> RequestOutput:
@@ -415,13 +410,3 @@ def _output_of(request: Request) -> RequestOutput:
         request.stopper.text,
         None if request.params.logprobs is None else request.logprobs,
     )
-
-
-def _free_memory(device: torch.device) -> int:
-    """Bytes a new allocation can take, what torch has reserved and does not use included."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    import psutil
-
-    return psutil.virtual_memory().available

@@ -180,11 +180,14 @@ def result_of(work: Evaluation, plain: Sequence[Run], drafted: Drafted, lossless
     decode_seconds = sum(run.statistics.decode_seconds for run in plain)
     decode_ms = 1000 * decode_seconds / decode_steps if decode_steps else None
     break_even = best_k = predicted = None
+    by_batch_size = dict(drafted.best_k_by_batch_size)
     acceptance = counts.acceptance_by_position
     if counts.draft_ms is not None and counts.verify_ms is not None and decode_ms and acceptance:
         break_even = (counts.draft_ms + counts.verify_ms) / decode_ms
         costs = step_costs(counts, drafted.single, decode_ms, len(acceptance))
         best_k, predicted = best_num_draft_tokens(acceptance, costs)
+        if work.batch_size in by_batch_size:
+            by_batch_size[work.batch_size] = best_k  # the run's own steps tell more than a rehearsal
     return MethodResult(
         method=work.method,
         prompt_set=work.prompt_set,
@@ -210,7 +213,7 @@ def result_of(work: Evaluation, plain: Sequence[Run], drafted: Drafted, lossless
         break_even_acceptance_length=break_even,
         best_k=best_k,
         predicted_speedup_by_k=predicted,
-        best_k_by_batch_size=drafted.best_k_by_batch_size or None,
+        best_k_by_batch_size=by_batch_size or None,
         noise_floor=noise_floor(rates),
         lossless=lossless,
     )

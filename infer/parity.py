@@ -17,6 +17,8 @@ CUTS = (5, 6)
 BLOCK_SIZE = 4
 BLOCK_TABLES = ((3, 1), (5, 2, 4))
 NUM_BLOCKS = 6
+NUM_DRAFT_TOKENS = 3
+"""Recurrent layers compute the first chunks as pieces of a prompt, the second like drafts, one by one."""
 
 
 def packed_batch(
@@ -25,8 +27,12 @@ def packed_batch(
     block_tables: Sequence[Sequence[int]],
     block_size: int,
     device: torch.device,
+    state_rows: Sequence[int] | None = None,
 ) -> PackedBatch:
-    """A batch in which piece b continues request b at position `starts[b]`; the logits of every row are asked for."""
+    """A batch in which piece b continues request b at position `starts[b]`; the logits of every row are asked for.
+
+    Recurrent states are those of row b, or of `state_rows[b]`.
+    """
     lengths = [len(piece) for piece in token_ids]
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
     positions = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
@@ -43,6 +49,7 @@ def packed_batch(
         logits_rows=torch.arange(sum(lengths), device=device),
         max_query_len=max(lengths),
         max_seq_len=max(ends),
+        state_rows=torch.tensor(range(len(lengths)) if state_rows is None else state_rows, device=device),
     )
 
 
@@ -76,7 +83,7 @@ def check_parity(
         if not error <= bound:
             raise TargetError(
                 f"{name} is refused: packed with another request its logits are off by {error:.2g} relative to a lone "
-                f"forward, expected at most {bound:g}; its attention is not what it hands over, use another target"
+                f"forward, expected at most {bound:g}; a layer does more than it shows, use another target"
             )
 
 

@@ -4,7 +4,7 @@ Nearly every exception among families is silent: attention that is never handed 
 mask or biased by a keyword. So one short forward records every attention call, and what is not understood is refused.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,7 @@ class AttentionLayer:
 
     module: nn.Module
     path: str
+    index: int  # of its decoder layer
     kv_heads: int
     width_k: int
     width_v: int
@@ -65,12 +66,17 @@ class AttentionLayer:
 
 
 def probe_attention(
-    model: PreTrainedModel, token_ids: Tensor, num_layers: int, max_length: int
+    model: PreTrainedModel,
+    token_ids: Tensor,
+    num_layers: int,
+    max_length: int,
+    recurrent: Mapping[int, str] | None = None,
 ) -> tuple[AttentionLayer, ...]:
     """Runs token_ids [seq] through `model` and returns its attention layers in order.
 
-    The model is left with the attention it came with. Raises TargetError for a model whose layers do not each call the
-    attention interface exactly once, or that needs something a packed row on our cache cannot give.
+    `recurrent` are the paths of recurrent modules by layer. The model is left with the attention it came with. Raises
+    TargetError for a model of which a layer neither calls the attention interface exactly once, nor is recurrent, nor
+    treats every token by itself, or that needs something a packed row on our cache cannot give.
     """
     name = type(model).__name__
     if not model._can_set_attn_implementation():
@@ -83,8 +89,35 @@ def probe_attention(
     for path, module, call in calls:
         by_layer.setdefault(getattr(module, "layer_idx", -1), []).append((path, module, call))
     _check_counts(name, num_layers, {layer: len(found) for layer, found in by_layer.items()}, len(calls))
+    paths = {**(recurrent or {}), **{layer: found[0][0] for layer, found in by_layer.items() if found}}
+    missing = [layer for layer in range(num_layers) if layer not in paths]
+    if missing:
+        _check_tokenwise(model, token_ids, num_layers, paths, missing)
     shapes: dict[MaskPattern, tuple[int, int]] = {}
-    return tuple(_layer(name, layer, *by_layer[layer][0], max_length, shapes) for layer in range(num_layers))
+    return tuple(
+        _layer(name, layer, *found[0], max_length, shapes) for layer, found in sorted(by_layer.items()) if found
+    )
+
+
+def find_layers(model: nn.Module, num_layers: int, paths: Mapping[int, str]) -> nn.ModuleList:
+    """The decoder layers: the list of `num_layers` modules whose member i holds the module at `paths[i]`."""
+    found = _lists_around(model, num_layers, paths)
+    if len(found) != 1:
+        raise TargetError(
+            f"{type(model).__name__} is refused: expected one list of {num_layers} decoder layers around its attention "
+            f"modules, found {len(found)}; use a target of another family"
+        )
+    return found[0]
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The hidden states a layer was called with."""
+    return args[0] if args else kwargs.get("hidden_states")
+
+
+def first_output(output: Any) -> Tensor:
+    """The hidden states a layer returned."""
+    return output[0] if isinstance(output, tuple) else output
 
 
 def _record_calls(model: PreTrainedModel, token_ids: Tensor) -> list[tuple[str, nn.Module, AttentionCall]]:
@@ -145,19 +178,63 @@ def _check_counts(name: str, num_layers: int, counts: dict[int, int], total: int
             f"{name} is refused: layer {repeated[0]} calls attention {counts[repeated[0]]} times a step where exactly "
             f"one call is expected (looped or differential attention); use a target of another family"
         )
-    missing = [layer for layer in range(num_layers) if not counts[layer]]
-    if missing:
-        raise TargetError(
-            f"{name} is refused: {len(missing)} of its {num_layers} layers (first: {missing[0]}) call no attention "
-            f"(recurrent or convolution state, which would run on from one request into the next); use a target whose "
-            f"layers are all attention"
-        )
     unknown = sorted(layer for layer in counts if not 0 <= layer < num_layers)
     if unknown:
         raise TargetError(
             f"{name} is refused: attention is called for layer {unknown[0]}, expected 0..{num_layers - 1} only; use a "
             f"target of another family"
         )
+
+
+def _lists_around(model: nn.Module, num_layers: int, paths: Mapping[int, str]) -> list[nn.ModuleList]:
+    return [
+        module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == num_layers
+        and all(inner.startswith(f"{path}.{i}.") for i, inner in paths.items())
+    ]
+
+
+def _check_tokenwise(
+    model: PreTrainedModel, token_ids: Tensor, num_layers: int, paths: Mapping[int, str], missing: Sequence[int]
+) -> None:
+    """Layers without attention and without a known state must not look from one token at another."""
+    found = _lists_around(model, num_layers, paths)
+    mixing = {}
+    if len(found) == 1:
+        mixing = {i: kind for i in missing if (kind := _mixing_kind(model, found[0][i], token_ids)) is not None}
+        missing = list(mixing)
+    if missing:
+        kinds = f" of {', '.join(sorted(set(mixing.values())))}" if mixing else ""
+        raise TargetError(
+            f"{type(model).__name__} is refused: {len(missing)} of its {num_layers} layers (first: {missing[0]}) call "
+            f"no attention and carry a state{kinds} of no known kind (recurrent or convolution state, which would run "
+            f"on from one request into the next); use a target of another family"
+        )
+
+
+def _mixing_kind(model: PreTrainedModel, layer: nn.Module, token_ids: Tensor) -> str | None:
+    """What in a layer makes its last token depend on the others; None if nothing does."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
+    handle = layer.register_forward_hook(
+        lambda module, args, kwargs, output: calls.append((args, kwargs, output)), with_kwargs=True
+    )
+    positions = torch.arange(len(token_ids), device=token_ids.device)
+    with torch.no_grad():
+        try:
+            model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+        finally:
+            handle.remove()
+        args, kwargs, output = calls[0]
+        hidden = first_tensor(args, kwargs)
+        other = torch.cat([hidden[:, :-1].roll(1, dims=1), hidden[:, -1:]], dim=1)
+        args, kwargs = ((other, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": other})
+        expected, last = first_output(output)[:, -1], first_output(layer(*args, **kwargs))[:, -1]
+    if (last - expected).norm() <= 0.01 * (expected - hidden[:, -1]).norm():
+        return None
+    inner = (type(module).__name__ for module in layer.modules() if isinstance(getattr(module, "layer_idx", None), int))
+    return next((kind for kind in inner if kind != type(layer).__name__), type(layer).__name__)
 
 
 def _layer(
@@ -197,6 +274,7 @@ def _layer(
     return AttentionLayer(
         module,
         path,
+        layer,
         call.kv_heads,
         call.width_k,
         call.width_v,

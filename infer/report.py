@@ -19,7 +19,7 @@ DEFINITIONS = {
     "speedup": "tokens_per_second / baseline_tokens_per_second, same engine, prompts, batch size and run",
     "break_even_acceptance_length": "(draft_ms + verify_ms) / decode_ms: the tokens a step must yield to pay",
     "best_k": "draft tokens with the highest predicted speed-up, up to the k measured; 0: drafting does not pay",
-    "best_k_by_batch_size": "the same by requests decoded together, steps timed without contexts to read",
+    "best_k_by_batch_size": "the same by requests decoded together; of others than the run's, steps without contexts",
     "noise_floor": "(fastest - slowest) / mean of repeated plain runs: smaller differences mean nothing",
 }
 

@@ -6,6 +6,10 @@ from .sampling import SamplingParams
 from .stopping import FinishReason, Stopper
 
 
+class EngineError(ValueError):
+    """A request or setting the engine cannot honour; the message says what would work."""
+
+
 @dataclass(eq=False)
 class Request:
     """One sequence on its way through the engine.

@@ -116,8 +116,9 @@ class Runner:
         if (
             batch * (self.num_draft_tokens + 1) * self.stages.target.vocab_size * 4 > RECORDED_LOGITS_BYTES
             or self.requirements.on_host
+            or self.stages.target.state_specs
         ):
-            return  # a proposer on the host takes the requests that draft, and no padding between them
+            return  # the host drafts without padding; recurrent layers go by the longest piece, which is not known
         self._mixed_batch, self._mixed_sizes = batch, tuple(size for size in MIXED_SIZES if size >= batch)
         self._mixed_buffer = torch.zeros(5, batch, dtype=torch.int64, device=self.table.device)
         self._mixed_buffer[[0, 3]] = self.table.nobody

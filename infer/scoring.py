@@ -1,6 +1,7 @@
 """What the target says after given rows of one text, asked alone: the judge of the losslessness checks.
 
-It borrows blocks of an idle engine's cache and gives them back; the proposer sees none of it.
+It borrows blocks of an idle engine's cache, and nobody's row of its table, and gives them back; the proposer sees none
+of it.
 """
 
 import itertools
@@ -106,4 +107,5 @@ def _one_request(
         logits_rows=ids(wanted),
         max_query_len=length,
         max_seq_len=end,
+        state_rows=ids([engine.table.nobody]),
     )

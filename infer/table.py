@@ -120,6 +120,7 @@ class RequestTable:
             logits_rows=row,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
+            state_rows=slots,
         )
         return Packed(batch, slot)
 

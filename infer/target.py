@@ -15,13 +15,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..heads.target_tensors import TargetTensors
-from . import fingerprint, fusion, loading, parity
+from . import fingerprint, fusion, loading, parity, recurrent
 from .attention import PAGED, SITE, AttentionSite, StepState, bind_site, register
-from .batch import PackedBatch
+from .batch import PackedBatch, request_rows
+from .mixers import find_recurrent_layers
 from .planes import Planes, PlaneSpec, target_plane
-from .probe import AttentionLayer, TargetError, probe_attention
+from .probe import AttentionLayer, TargetError, find_layers, first_output, first_tensor, probe_attention
+from .recurrent import MixerForward, States
 from .rope import pin_rope
-from .trace import Trace, find_layers, first_output, first_tensor, trace_forward, trace_tensors
+from .trace import Trace, trace_forward, trace_tensors
 
 __all__ = ["Target", "TargetError", "TargetOutput"]
 
@@ -56,19 +58,25 @@ class Target:
         self._step = StepState()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         fusion.unfuse(model)
+        recurrent.restore(model)
         pin_rope(model, self.max_length)
         self._documents = documents = self._draw_documents(facts.vocab_size)
         if self.config._attn_implementation == PAGED:
             model.set_attn_implementation("eager")
-        self._attention = probe_attention(model, documents[1], self.num_layers, self.max_length)
-        self._layers = find_layers(model, tuple(layer.path for layer in self._attention))
+        self._recurrent = find_recurrent_layers(model)
+        paths = {layer.index: layer.path for layer in self._recurrent}
+        self._attention = probe_attention(model, documents[1], self.num_layers, self.max_length, paths)
+        paths |= {layer.index: layer.path for layer in self._attention}
+        self._layers = find_layers(model, self.num_layers, paths)
         model.set_attn_implementation("eager")  # others drop arguments: sdpa knows no softcap in transformers 5.17
         traces = [trace_forward(model, self._layers, document) for document in documents]
         self.vocab_size = traces[0].logits.shape[-1]
         self.facts = loading.with_vocab(facts, self.vocab_size)
         self._streams = _residual_streams(traces[1], len(documents[1]), self.hidden_size)
         self._tensors = self._trace_tensors(traces[1], documents[1])
-        self.plane_specs = tuple(_plane_spec(i, layer) for i, layer in enumerate(self._attention))
+        self.plane_specs = tuple(_plane_spec(layer) for layer in self._attention)
+        self.state_specs = tuple(layer.mixer.spec(f"target.{layer.index}") for layer in self._recurrent)
+        self._mixers: tuple[MixerForward, ...] = ()
         self._take_over()
         self._alone = [trace.logits for trace in traces]
         with self._own_planes():
@@ -134,10 +142,14 @@ class Target:
         self.layer_ids = ids
         self._hooks = [self._hook(column, layer_id) for column, layer_id in enumerate(ids)]
 
-    def bind(self, planes: Planes) -> None:
-        """Gives each attention layer its plane; `planes` must hold every one of `plane_specs`."""
+    def bind(self, planes: Planes, states: States | None = None) -> None:
+        """Gives each layer what it keeps: `planes` must hold every one of `plane_specs`, `states` of `state_specs`."""
+        if self.state_specs and states is None:
+            raise TargetError(f"{self.name} has recurrent layers; bind states of its `state_specs` beside the planes")
         for layer in self._attention:
             bind_site(layer.module, planes)
+        for mixer in self._mixers:
+            mixer.bind(states)
 
     @torch.no_grad()
     def forward(self, batch: PackedBatch) -> TargetOutput:
@@ -155,6 +167,7 @@ class Target:
             shape = (len(batch.token_ids), len(self.layer_ids), self.hidden_size)
             states = torch.empty(shape, dtype=self.dtype, device=self.device)
         self._step.batch, self._step.states = batch, states
+        self._step.rows = request_rows(batch) if self.state_specs else None
         try:
             out = self.model(
                 input_ids=batch.token_ids[None],
@@ -163,7 +176,7 @@ class Target:
                 logits_to_keep=batch.logits_rows,
             )
         finally:
-            self._step.batch = self._step.states = None
+            self._step.batch = self._step.states = self._step.rows = None
         return TargetOutput(out.logits[0].float(), states)
 
     def fuse(self) -> str | None:
@@ -172,6 +185,8 @@ class Target:
         Returns None, or one line that says why this model cannot be run so; it is then left as it was. Weights are
         packed in place; hooks and planes stay. Doing it again changes nothing.
         """
+        if self.state_specs:
+            return f"{self.name} has recurrent layers, which run their own code"
         if fusion.is_fused(self.model):
             return None
         batch = parity.far_batch([document.tolist() for document in self._documents], self.max_length, self.device)
@@ -216,6 +231,10 @@ class Target:
         self.model.set_attn_implementation(PAGED)
         for spec, layer in zip(self.plane_specs, self._attention, strict=True):
             setattr(layer.module, SITE, AttentionSite(spec.name, layer.window, layer.chunk, self._step))
+        self._mixers = tuple(
+            recurrent.take_over(layer.module, layer.mixer, spec, self._step)
+            for spec, layer in zip(self.state_specs, self._recurrent, strict=True)
+        )
 
     def _draw_documents(self, vocab_size: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -242,18 +261,22 @@ class Target:
 
     @contextmanager
     def _own_planes(self) -> Iterator[None]:
-        """Small planes of our own for a check, in place of those bound at present."""
+        """Small planes and states of our own for a check, in place of those bound at present."""
         sites = [getattr(layer.module, SITE) for layer in self._attention]
-        self.bind(Planes(self.plane_specs, parity.NUM_BLOCKS, parity.BLOCK_SIZE, self.device))
+        kept = [mixer.state for mixer in self._mixers]
+        states = States(self.state_specs, len(parity.LENGTHS) + 1, parity.NUM_DRAFT_TOKENS, self.device)
+        self.bind(Planes(self.plane_specs, parity.NUM_BLOCKS, parity.BLOCK_SIZE, self.device), states)
         try:
             yield
         finally:
             for layer, site in zip(self._attention, sites, strict=True):
                 setattr(layer.module, SITE, site)
+            for mixer, state in zip(self._mixers, kept, strict=True):
+                mixer.state = state
 
 
-def _plane_spec(index: int, layer: AttentionLayer) -> PlaneSpec:
-    return PlaneSpec(target_plane(index), layer.kv_heads, layer.width_k, layer.width_v, layer.dtype)
+def _plane_spec(layer: AttentionLayer) -> PlaneSpec:
+    return PlaneSpec(target_plane(layer.index), layer.kv_heads, layer.width_k, layer.width_v, layer.dtype)
 
 
 def _residual_streams(trace: Trace, num_tokens: int, hidden_size: int) -> list[int] | None:

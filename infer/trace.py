@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..heads.target_tensors import FinalNorm, TargetTensors
-from .probe import TargetError
+from .probe import TargetError, first_output, first_tensor
 
 
 @dataclass
@@ -24,34 +24,6 @@ class Trace:
     layer_inputs: list[Tensor]  # L tensors, as they entered the layers
     last_state: Tensor  # the raw output of the last layer
     uses: list[tuple[str, nn.Module, Tensor, Any]] = field(default_factory=list)  # path, module, first input, output
-
-
-def find_layers(model: nn.Module, attention_paths: tuple[str, ...]) -> nn.ModuleList:
-    """The decoder layers: the module list whose member i holds attention module i."""
-    depth = len(attention_paths)
-    found = [
-        module
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module) == depth
-        and all(attention.startswith(f"{path}.{i}.") for i, attention in enumerate(attention_paths))
-    ]
-    if len(found) != 1:
-        raise TargetError(
-            f"{type(model).__name__} is refused: expected one list of {depth} decoder layers around its attention "
-            f"modules, found {len(found)}; use a target of another family"
-        )
-    return found[0]
-
-
-def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The hidden states a layer was called with."""
-    return args[0] if args else kwargs.get("hidden_states")
-
-
-def first_output(output: Any) -> Tensor:
-    """The hidden states a layer returned."""
-    return output[0] if isinstance(output, tuple) else output
 
 
 def trace_forward(model: PreTrainedModel, layers: nn.ModuleList, token_ids: Tensor) -> Trace:

@@ -166,3 +166,25 @@ def draft_survival(model: SurvivalModel, log_odds: Tensor, num_drafts: Tensor) -
     else:
         implementation = reference.draft_survival
     return implementation(model, log_odds, num_drafts)
+
+
+def gated_steps(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None,
+    memory: Tensor,
+    state_rows: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    first: Tensor,
+    *,
+    most: int,
+) -> Tensor:
+    """See `reference.gated_steps`."""
+    if memory.is_cuda:
+        from .gated_steps import gated_steps as implementation
+    else:
+        implementation = reference.gated_steps
+    return implementation(q, k, v, log_decay, beta, memory, state_rows, starts, counts, first, most=most)

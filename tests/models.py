@@ -202,6 +202,80 @@ TARGETS = {
 
 
 @torch.no_grad()
+def hybrid(family: str, **config: Any) -> PreTrainedModel:
+    """A model with recurrent layers, some of whose heads remember tens of tokens and some hardly one."""
+    model = build(family, std=0.1, head=5.0, **{**COMMON, "max_position_embeddings": 128, "head_dim": 8, **config})
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            spread = torch.linspace(-5.0, 0.5, parameter.numel())
+            parameter.copy_(spread if parameter.dim() == 1 else spread.view(parameter.shape[::-1]).T)
+    return model
+
+
+DELTA_NET = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+QWEN_EXPERTS = {
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+SSM = {"mamba_d_head": 8, "mamba_n_heads": 8, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+
+
+def qwen3_next(**changes: Any) -> PreTrainedModel:
+    """Qwen3-Next: gated delta nets whose q, k, v and z stand together by key head, gated attention, experts."""
+    return hybrid("Qwen3Next", **DELTA_NET, **QWEN_EXPERTS, **changes)
+
+
+def qwen3_5(**changes: Any) -> PreTrainedModel:
+    """Qwen3.5, dense."""
+    return hybrid("Qwen3_5", **DELTA_NET, **changes)
+
+
+def nemotron_h(**changes: Any) -> PreTrainedModel:
+    """Nemotron-H: every layer is one of Mamba-2, attention and MLP."""
+    sizes = {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 6, "n_groups": 2, "chunk_size": 8}
+    return hybrid("NemotronH", layers_block_type=["mamba", "mlp", "attention", "mamba"], **sizes, **changes)
+
+
+HYBRIDS = {
+    "qwen3_next": qwen3_next,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": lambda: hybrid("Qwen3_5Moe", **DELTA_NET, **QWEN_EXPERTS),
+    "olmo_hybrid": lambda: hybrid("OlmoHybrid", **DELTA_NET),
+    "nemotron_h": nemotron_h,
+    "bamba": lambda: hybrid("Bamba", attn_layer_indices=[1], **SSM),
+    "granite_moe_hybrid": lambda: hybrid(
+        "GraniteMoeHybrid",
+        layer_types=["mamba", "attention"] * 2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=16,
+        **SSM,
+    ),
+    "falcon_h1": lambda: hybrid(
+        "FalconH1",
+        mamba_d_ssm=64,
+        ssm_in_multiplier=0.7,
+        ssm_multipliers=[0.5, 0.8, 1.2, 0.9, 1.5],
+        mamba_rms_norm=False,
+        **SSM,
+    ),
+    "jamba": lambda: hybrid(
+        "Jamba", attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4, mamba_d_state=6, num_experts=2
+    ),
+    "lfm2": lambda: hybrid("Lfm2", layer_types=["conv", "full_attention"] * 2),
+}
+"""Families with recurrent layers."""
+
+
+@torch.no_grad()
 def lone_forward(model: PreTrainedModel, token_ids: list[int] | Tensor) -> tuple[Tensor, list[Tensor]]:
     """The oracle: one request alone through the model as the library runs it, no cache.
 

@@ -52,10 +52,9 @@ def start(device: str) -> Accelerator:
 
 def describe(accelerator: Accelerator) -> str:
     """One line: processes, distributed type, backend and device; it names the launcher that silently runs alone."""
-    line = (
-        f"{accelerator.num_processes} process(es), {accelerator.distributed_type.value}, backend "
-        f"{accelerator.state.backend or 'none'}, device {accelerator.device}"
-    )
+    count = accelerator.num_processes
+    kind = f"{accelerator.distributed_type.value}, backend {accelerator.state.backend}, "
+    line = f"{count} process{'es' if count > 1 else ''}, {kind if count > 1 else ''}device {accelerator.device}"
     if accelerator.num_processes == 1 and _asked_for("CPU") and "WORLD_SIZE" not in os.environ:
         line += (
             "; `accelerate launch --cpu` starts one process whatever --num_processes says: for several use "

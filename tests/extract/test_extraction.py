@@ -18,7 +18,7 @@ from spectrain.extract.shards import ShardError, ShardSet
 from spectrain.extract.states import StateExtractor
 from spectrain.infer.target import Target, TargetError
 from spectrain.tests.extraction_runs import LENGTHS, digests, plan_of, rows_of, settings
-from spectrain.tests.models import TARGETS, lone_forward, rand_llama
+from spectrain.tests.models import TARGETS, lone_forward, nemotron_h, qwen3_next, rand_llama
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +26,15 @@ def llama() -> Target:
     return Target.from_model(rand_llama())
 
 
-@pytest.mark.parametrize("family", list(TARGETS))
+FAMILIES = {**TARGETS, "qwen3_next": qwen3_next, "nemotron_h": nemotron_h}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_states_equal_the_librarys_own(family: str) -> None:
     rows = rows_of(LENGTHS)
-    oracle = TARGETS[family]()
+    oracle = FAMILIES[family]()
     expected = [lone_forward(oracle, row.token_ids.astype(np.int64).tolist()) for row in rows]
-    target = Target.from_model(TARGETS[family]())
+    target = Target.from_model(FAMILIES[family]())
     every = tuple(range(target.num_layers + 1))
     for batch_tokens, order in ((7, 1), (24, -1), (4096, 1)):
         extractor = StateExtractor(target, every, batch_tokens, target.max_length)
@@ -133,7 +136,7 @@ def test_states_that_are_not_finite_stop_the_run_and_keep_the_shards_before(tmp_
 def test_packing_does_not_depend_on_free_memory(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     for free in (8 * 10**6, 10**12):  # the first holds the cache, but four fifths of it would not
-        monkeypatch.setattr("spectrain.infer.engine._free_memory", lambda device, free=free: free)
+        monkeypatch.setattr("spectrain.infer.engine.free_memory", lambda device, free=free: free)
         sizes.append(StateExtractor(llama, (6,), 64, 63).engine.pool.num_blocks)
     assert sizes[0] == sizes[1]
 

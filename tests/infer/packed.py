@@ -15,11 +15,13 @@ from transformers import PreTrainedModel
 from spectrain.infer.batch import PackedBatch
 from spectrain.infer.parity import packed_batch
 from spectrain.infer.planes import Planes
+from spectrain.infer.recurrent import States
 from spectrain.infer.target import Target
 from spectrain.tests.models import lone_forward
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 40
+NUM_DRAFT_TOKENS = 3
 # Each step: (request, first position, number of rows, rows that are kept); those beyond are rejected drafts.
 STEPS = (
     (("a", 0, 6, 6), ("b", 0, 9, 9)),
@@ -49,7 +51,8 @@ def run_scenario(model: PreTrainedModel, *, oracle: PreTrainedModel | None = Non
 
 def compare(target: Target, oracle: PreTrainedModel) -> Errors:
     """The scenario on a target that has captured all layers or none."""
-    target.bind(Planes(target.plane_specs, NUM_BLOCKS, BLOCK_SIZE, target.device))
+    states = States(target.state_specs, 5, NUM_DRAFT_TOKENS, target.device)
+    target.bind(Planes(target.plane_specs, NUM_BLOCKS, BLOCK_SIZE, target.device), states)
     rng = random.Random(0)
     blocks = list(range(1, NUM_BLOCKS))
     rng.shuffle(blocks)
@@ -59,7 +62,15 @@ def compare(target: Target, oracle: PreTrainedModel) -> Errors:
     for step in STEPS:
         pieces = [[rng.randrange(3, target.vocab_size) for _ in range(rows)] for _, _, rows, _ in step]
         starts = [start for _, start, _, _ in step]
-        batch = packed_batch(pieces, starts, [tables[name] for name, *_ in step], BLOCK_SIZE, target.device)
+        names = [name for name, *_ in step]
+        batch = packed_batch(
+            pieces,
+            starts,
+            [tables[name] for name in names],
+            BLOCK_SIZE,
+            target.device,
+            state_rows=["abcd".index(name) for name in names],
+        )
         output = target.forward(batch)
         for (name, start, _, kept), piece, where in zip(step, pieces, _rows(batch), strict=True):
             assert len(known[name]) == start, "the scenario skips a row"

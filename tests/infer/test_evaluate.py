@@ -139,6 +139,7 @@ def test_useless_draft_is_reported_as_it_is(target: Target) -> None:
     assert result.acceptance_length is not None and result.acceptance_length < 1.2
     assert result.lossless.passed
     assert result.best_k is not None and result.speedup > 0
+    assert result.best_k_by_batch_size and result.best_k_by_batch_size[result.batch_size] == result.best_k
 
 
 def test_plain_decoding_has_no_drafting_figures(target: Target) -> None:

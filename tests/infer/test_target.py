@@ -31,13 +31,6 @@ LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original
 LONG_FACTORS = [4.0, 3.0, 2.0, 5.0]
 HALF_SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-NEXT = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-QWEN_EXPERTS = {
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
 V4 = {
     "num_key_value_heads": 1,
     "head_dim": 16,
@@ -204,11 +197,10 @@ REFUSED = {
         lambda: build("Falcon", vocab_size=97, hidden_size=32, num_hidden_layers=4, num_attention_heads=4),
         "eager only",
     ),
-    "qwen3_next": (
-        lambda: build("Qwen3Next", **COMMON, **NEXT, **QWEN_EXPERTS, head_dim=8),
-        "3 of its 4 layers.*recurr",
+    "minimax": (
+        lambda: build("MiniMax", **COMMON, layer_types=["linear_attention", "full_attention"] * 2, num_local_experts=2),
+        "2 of its 4 layers .first: 0. call no attention and carry a state of MiniMaxLightningAttention of no",
     ),
-    "lfm2": (lambda: build("Lfm2", **COMMON, layer_types=["conv", "full_attention"] * 2), "2 of its 4 layers.*recurr"),
     "deepseek_v4": (lambda: build("DeepseekV4", **{**COMMON, **V4}), "more than attention over cached keys"),
     "diffllama": (lambda: build("DiffLlama", **COMMON), "calls attention 2 times a step"),
     "doge": (lambda: build("Doge", **COMMON), "more than attention over cached keys"),

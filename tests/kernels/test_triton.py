@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-CASES = ["triton_cases.py", "triton_attention_cases.py", "layer_cases.py", "survival_cases.py"]
+CASES = ["triton_cases.py", "triton_attention_cases.py", "layer_cases.py", "survival_cases.py", "gated_steps_cases.py"]
 
 
 def run_cases(cases: str, environment: dict[str, str]) -> None:
