@@ -159,10 +159,6 @@ SOFTMAX_EXPERTS = {
     "mlp_only_layers": [],
     "partial_rotary_factor": 0.5,
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
 }
 
 
