@@ -31,7 +31,10 @@ COMMANDS = {
 }
 
 
-SEVERAL = frozenset({"--prompts", "--data", "--shards", "--set"})
+SEVERAL = frozenset(
+    {"--prompts", "--data", "--shards", "--set"}
+    | {"--stop", "--stop-token-ids", "--allowed-token-ids", "--bad-words", "--logit-bias"}
+)
 """Options that take one or more values."""
 
 

@@ -26,7 +26,8 @@ from .benchmarks.options import (
     check_out,
     plain_settings,
 )
-from .options import Device, Dtype, Eager, MaxNewTokens, Model, Overwrite
+from .options import Device, Dtype, Eager, Model, Overwrite
+from .sampling_options import MaxNewTokens
 
 if TYPE_CHECKING:
     from .benchmarks.record import Record

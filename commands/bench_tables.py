@@ -14,7 +14,8 @@ from .benchmarks.options import (
     check_out,
     plain_settings,
 )
-from .options import AllowPackage, Device, Dtype, Eager, MaxLength, MaxNewTokens, Model, Overwrite, Seed, Temperature
+from .options import AllowPackage, Device, Dtype, Eager, MaxLength, Model, Overwrite, Seed
+from .sampling_options import MaxNewTokens, Temperature
 
 if TYPE_CHECKING:
     from ..infer.report import MethodResult

@@ -29,6 +29,7 @@ def build_engine(
     verify_mode: VerifyMode = VerifyMode.STANDARD,
     acceptance_rates: tuple[float, ...] | None = None,
     draft_policy: DraftPolicyName = "fixed",
+    fp64_gumbel: bool = False,
 ) -> Engine:
     """An engine whose cache holds a full batch of `longest` tokens each, as far as memory goes.
 
@@ -45,6 +46,7 @@ def build_engine(
         verify_mode=verify_mode,
         acceptance_rates=acceptance_rates,
         draft_policy=draft_policy,
+        fp64_gumbel=fp64_gumbel,
     )
     if target.device.type == "cuda":
         torch.cuda.empty_cache()

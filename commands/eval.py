@@ -1,7 +1,5 @@
 """`spectrain eval`: drafting methods, or plain decoding, measured on prompts and checked for losslessness."""
 
-import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from .acceptance import acceptance_rates
+from .eval_folder import check_folder, write_folder
 from .method_options import (
     DraftModel,
     DraftPolicy,
@@ -26,15 +25,7 @@ from .method_options import (
     SuffixMinTokenProb,
     TensorParallelSize,
 )
-from .methods import (
-    PLAIN,
-    DraftTokens,
-    check_one_device,
-    draft_tokens,
-    load_heads,
-    methods_of,
-    with_draft_model,
-)
+from .methods import DraftTokens, check_one_device, draft_tokens, load_heads, methods_of, with_draft_model
 from .options import (
     AcceptanceLength,
     AcceptanceRates,
@@ -42,38 +33,47 @@ from .options import (
     Device,
     Dtype,
     Eager,
-    FrequencyPenalty,
-    IgnoreEos,
     MaxLength,
-    MaxNewTokens,
-    MinP,
     Model,
     Overwrite,
-    PresencePenalty,
-    RepetitionPenalty,
     Seed,
-    Stop,
-    Temperature,
-    TopK,
-    TopP,
     Verification,
     VerificationName,
 )
 from .progress import progress_bars
 from .prompt_sets import check_draft_length, read_prompts, set_names
+from .sampling_options import (
+    AllowedTokenIds,
+    BadWords,
+    Fp64Gumbel,
+    FrequencyPenalty,
+    IgnoreEos,
+    LogitBias,
+    Logprobs,
+    MaxNewTokens,
+    MinP,
+    MinTokens,
+    PresencePenalty,
+    RepetitionPenalty,
+    Stop,
+    StopTokenIds,
+    Temperature,
+    TopK,
+    TopP,
+    bad_word_ids,
+    sampling_params,
+)
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ..heads.folder import LoadedHead
     from ..infer.engine import Engine
-    from ..infer.evaluate import BuildEngine, Evaluation, Measured
+    from ..infer.evaluate import BuildEngine, Evaluation
     from ..infer.prompts import Prompt
     from ..infer.report import MethodResult
     from ..infer.sampling import SamplingParams
     from ..infer.target import Target
-
-FILES = ("report.json", "report.html", "outputs.jsonl")
 
 
 class EvalError(ValueError):
@@ -109,7 +109,14 @@ class Options(NamedTuple):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: list[str] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    min_tokens: int = 0
     stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    logprobs: int | None = None
+    fp64_gumbel: bool = False
     seed: int = 0
     max_new_tokens: int = 256
     max_length: int | None = None
@@ -166,7 +173,14 @@ def evaluate(
     repetition_penalty: RepetitionPenalty = 1.0,
     presence_penalty: PresencePenalty = 0.0,
     frequency_penalty: FrequencyPenalty = 0.0,
+    logit_bias: LogitBias = None,
+    bad_words: BadWords = None,
+    allowed_token_ids: AllowedTokenIds = None,
+    min_tokens: MinTokens = 0,
     stop: Stop = None,
+    stop_token_ids: StopTokenIds = None,
+    logprobs: Logprobs = None,
+    fp64_gumbel: Fp64Gumbel = False,
     seed: Seed = 0,
     max_new_tokens: MaxNewTokens = 256,
     max_length: MaxLength = None,
@@ -199,8 +213,9 @@ def run(options: Options, *, quiet: bool = False) -> "list[MethodResult]":
     check_one_device(options)
     options = with_draft_model(options)
     names = methods_of(options)
-    _check_out(options)
-    params = _params(options)
+    check_folder(options.out, options.overwrite)
+    _check_counts(options)
+    params = sampling_params(options)
     from ..infer.evaluate import compare
     from ..infer.report import print_table
     from ..infer.target import Target
@@ -217,6 +232,7 @@ def run(options: Options, *, quiet: bool = False) -> "list[MethodResult]":
         name: read_prompts(path, target, options.model, **reading)
         for name, path in zip(sets, options.prompts, strict=True)
     }
+    params = _params_for(target, params, options)
     heads = load_heads(options, target, names)
     methods = {name: draft_tokens(name, options, heads[name].record if name in heads else {}) for name in names}
     check_draft_length(max(tokens.engine for tokens in methods.values()), target)
@@ -230,7 +246,7 @@ def run(options: Options, *, quiet: bool = False) -> "list[MethodResult]":
         with progress_bars(len(prompts)) as progress:
             measured += compare(works, builds, progress)
     results = [m.result for m in measured]
-    _write(options, methods, target, measured)
+    write_folder(options.out, _settings(options, methods, target), target, measured)
     save_suffix_cache(options, target, responses, measured)
     if not quiet:
         print_table(results)
@@ -265,28 +281,21 @@ def _work(
     )
 
 
-def _check_out(options: Options) -> None:
-    there = next(path for path in (options.out, *options.out.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise EvalError(f"--out must be a folder, found a file at {there}; choose another name")
-    if not os.access(there, os.W_OK):
-        raise EvalError(f"--out must be a folder that can be written, found {there} read-only; choose another")
-    present = [name for name in FILES if (options.out / name).exists()]
-    if present and not options.overwrite:
-        raise EvalError(f"{options.out} already holds {present[0]}; pass --overwrite or another --out")
-
-
-def _params(options: Options) -> "SamplingParams":
-    from ..infer.sampling import SamplingParams
-
+def _check_counts(options: Options) -> None:
     for name in ("batch_size", "limit", "max_new_tokens", "num_blocks"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise EvalError(f"--{name.replace('_', '-')} must be at least 1, found {value}; give a larger number")
-    same = ("temperature", "top_k", "top_p", "min_p", "ignore_eos")
-    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    given = {name: getattr(options, name) for name in (*same, *penalties)}
-    return SamplingParams(max_tokens=options.max_new_tokens, stop=tuple(options.stop or ()), **given)
+
+
+def _params_for(target: "Target", params: "SamplingParams", options: Options) -> "SamplingParams":
+    """The settings with everything that is said in the target's own tokens; raises ValueError for tokens it has not."""
+    from dataclasses import replace
+
+    if options.bad_words:
+        params = replace(params, bad_words=bad_word_ids(options.bad_words, target.tokenizer))
+    params.check_vocabulary(target.vocab_size, params.end_token_ids(target.eos_token_ids))
+    return params
 
 
 def _builder(
@@ -319,64 +328,18 @@ def _builder(
             verify_mode=VerifyMode(options.verification),
             acceptance_rates=rates,
             draft_policy=options.draft_policy,
+            fp64_gumbel=options.fp64_gumbel,
         )
 
     return build
 
 
-def _write(
-    options: Options, methods: Mapping[str, DraftTokens], target: "Target", measured: "Sequence[Measured]"
-) -> None:
-    from ..infer.report import report_json, write_json
-    from ..infer.report_page import page
-    from .devices import environment
-
-    settings = {name: _plain(value) for name, value in options._asdict().items()}
+def _settings(options: Options, methods: Mapping[str, DraftTokens], target: "Target") -> dict[str, Any]:
+    """What was asked, with what it came to."""
     k = {name: tokens.engine for name, tokens in methods.items()}
-    settings |= {"model": target.name, "device": str(target.device)}
-    settings["num_draft_tokens"] = k if len(k) > 1 else next(iter(k.values()))
-    settings["dtype"] = str(target.dtype).removeprefix("torch.")
-    results = [m.result for m in measured]
-    facts = environment(target.device)
-    options.out.mkdir(parents=True, exist_ok=True)
-    # an earlier report is replaced when the new one is whole
-    new = {name: options.out / f"{name}.tmp" for name in FILES}
-    try:
-        write_json(new["report.json"], report_json(results, settings, facts))
-        new["report.html"].write_text(page(results, settings, facts), encoding="utf-8")
-        _write_outputs(new["outputs.jsonl"], target, measured)
-        for name, path in new.items():
-            os.replace(path, options.out / name)
-    finally:
-        for path in new.values():
-            path.unlink(missing_ok=True)
-
-
-def _write_outputs(path: Path, target: "Target", measured: "Sequence[Measured]") -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        written: set[tuple[str, str]] = set()
-        for m in measured:
-            for method, outputs in {m.result.method: m.outputs, PLAIN: m.plain_outputs}.items():
-                if (m.result.prompt_set, method) in written:
-                    continue
-                written.add((m.result.prompt_set, method))
-                for index, output in enumerate(outputs):
-                    text = output.text
-                    if text is None and target.tokenizer is not None:
-                        text = target.tokenizer.decode(output.token_ids)
-                    row = {
-                        "index": index,
-                        "method": method,
-                        "prompt_set": m.result.prompt_set,
-                        "prompt_token_ids": output.prompt_token_ids,
-                        "token_ids": output.token_ids,
-                        "text": text,
-                    }
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def _plain(value: Any) -> Any:
-    """A setting as JSON: paths by name alone, so that a shared report tells nothing of the machine."""
-    if isinstance(value, Path):
-        return value.name
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+    return options._asdict() | {
+        "model": target.name,
+        "device": str(target.device),
+        "num_draft_tokens": k if len(k) > 1 else next(iter(k.values())),
+        "dtype": str(target.dtype).removeprefix("torch."),
+    }

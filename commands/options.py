@@ -34,14 +34,3 @@ AcceptanceRates = Annotated[
 AcceptanceLength = Annotated[
     float | None, typer.Option(help="For synthetic verification: the mean tokens a step, its bonus token included.")
 ]
-
-Temperature = Annotated[float, typer.Option(help="0 decodes greedily.")]
-TopK = Annotated[int, typer.Option(help="0 keeps every token.")]
-TopP = Annotated[float, typer.Option(help="1 keeps every token.")]
-MinP = Annotated[float, typer.Option(help="Keep tokens this fraction as likely as the likeliest; 0 keeps every token.")]
-RepetitionPenalty = Annotated[float, typer.Option(help="Of tokens in prompt and output; 1 is off.")]
-PresencePenalty = Annotated[float, typer.Option(help="Of tokens in the output, once each; 0 is off.")]
-FrequencyPenalty = Annotated[float, typer.Option(help="Of tokens in the output, for each time; 0 is off.")]
-Stop = Annotated[list[str] | None, typer.Option(help="A string that ends the output; may be given several times.")]
-MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate a prompt.")]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Generate past end tokens.")]

@@ -269,7 +269,7 @@ def _draft(work: Evaluation, build: BuildEngine, progress: Progress) -> Drafted:
 
 def _warm_up(work: Evaluation, engine: Engine) -> None:
     few = min(len(work.prompts), work.batch_size)
-    params = [replace(p, max_tokens=min(p.max_tokens, WARMUP_TOKENS)) for p in work.params[:few]]
+    params = [_shortened(p, WARMUP_TOKENS) for p in work.params[:few]]
     engine.generate(work.prompts[:few], params)
     engine.pool.forget()  # or the measured run would find these prompts computed
     engine.proposer.forget()
@@ -279,9 +279,13 @@ def _warm_up(work: Evaluation, engine: Engine) -> None:
 def _calibrate(work: Evaluation, build: BuildEngine) -> EngineStatistics:
     """A short run at one draft token: the other end of the cost line."""
     few = min(len(work.prompts), work.batch_size)
-    short = [replace(p, max_tokens=min(p.max_tokens, CALIBRATION_TOKENS)) for p in work.params[:few]]
+    short = [_shortened(p, CALIBRATION_TOKENS) for p in work.params[:few]]
     part = replace(work, prompts=work.prompts[:few], params=short)
     return decode(part, build(1, work.batch_size), lambda finished: None).statistics
+
+
+def _shortened(params: SamplingParams, most: int) -> SamplingParams:
+    return replace(params, max_tokens=min(params.max_tokens, most), min_tokens=min(params.min_tokens, most))
 
 
 def _generation(output: RequestOutput) -> Generation:

@@ -15,7 +15,7 @@ def transformers_speed(options: Any, outputs: Path) -> dict[str, dict[str, Any]]
     from transformers import AutoModelForCausalLM
 
     from ..devices import device_of, dtype_of
-    from ..eval import PLAIN
+    from ..methods import PLAIN
 
     device = device_of(options.device)
     dtype = dtype_of(options.dtype, device)

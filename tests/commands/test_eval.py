@@ -9,6 +9,7 @@ import torch
 
 from spectrain import cli
 from spectrain.commands import eval as eval_command
+from spectrain.commands import eval_folder
 from spectrain.tests.commands.evaluations import one_line, run, write_head
 from spectrain.tests.commands.test_self_chat import tokenizer
 from spectrain.tests.models import rand_llama
@@ -203,7 +204,7 @@ def test_a_full_disk_keeps_the_earlier_report(model, prompts, tmp_path, capsys, 
         path.write_text("part")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(eval_command, "_write_outputs", full)
+    monkeypatch.setattr(eval_folder, "write_outputs", full)
     arguments = ("--model", model, "--method", "none", "--prompts", prompts, "--max-new-tokens", 2, "--out", tmp_path)
     code, _, error = run(capsys, *arguments, "--overwrite")
     assert "No space left on device; free space" in one_line(code, error)
