@@ -282,10 +282,10 @@ def _work(
 
 
 def _check_counts(options: Options) -> None:
-    for name in ("batch_size", "limit", "max_new_tokens", "num_blocks"):
+    for name, least in (("batch_size", 1), ("limit", 1), ("max_new_tokens", 0), ("num_blocks", 1)):
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise EvalError(f"--{name.replace('_', '-')} must be at least 1, found {value}; give a larger number")
+        if value is not None and value < least:
+            raise EvalError(f"--{name.replace('_', '-')} must be at least {least}, found {value}; give a larger number")
 
 
 def _params_for(target: "Target", params: "SamplingParams", options: Options) -> "SamplingParams":

@@ -144,6 +144,7 @@ class Engine:
         self._ahead = launch_ahead and fits and not requirements.on_host
         self._flight: Flight | None = None
         self._last_clock: Clock | None = None
+        self._ended: list[RequestOutput] = []  # of requests that ended as they came
         self.statistics = EngineStatistics()
         self._next_id = 0
         with torch.inference_mode():
@@ -164,8 +165,17 @@ class Engine:
     def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
         """Queues a prompt and returns its request id; raises EngineError if it can never run."""
         request = self._request(prompt_token_ids, params)
-        self.scheduler.add(request)
+        self._queue(request)
         return request.request_id
+
+    def _queue(self, request: Request) -> None:
+        if request.params.max_tokens:
+            self.scheduler.add(request)
+            return
+        # it asks for nothing: no row is computed and no block taken
+        request.finish_reason = FinishReason.LENGTH
+        self.statistics.count_prompt(len(request.prompt_token_ids), cached=0)
+        self._ended.append(_output_of(request))
 
     def _request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Request:
         try:
@@ -177,10 +187,11 @@ class Engine:
         wrong = [token for token in prompt if not 0 <= token < self.target.vocab_size]
         if wrong:
             raise EngineError(f"prompt tokens must lie in 0..{self.target.vocab_size - 1}, found {wrong[0]}")
-        if len(prompt) >= self.max_length:
+        least = min(params.max_tokens, 1)
+        if len(prompt) + least > self.max_length:
             raise EngineError(
-                f"a prompt must leave room for one token in the context of {self.max_length}, found {len(prompt)} "
-                f"tokens; shorten it or raise --max-length"
+                f"a prompt may hold {self.max_length - least} tokens in the context of {self.max_length}, found "
+                f"{len(prompt)}; shorten it or raise --max-length"
             )
         longest = min(len(prompt) + params.max_tokens, self.max_length)
         if longest > self.pool.capacity:
@@ -217,7 +228,7 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Whether any request still runs or waits."""
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        return bool(self.scheduler.waiting or self.scheduler.running or self._ended)
 
     def cancel(self, request_id: int) -> RequestOutput | None:
         """Ends a request now; None if it is unknown or already finished."""
@@ -236,11 +247,12 @@ class Engine:
 
         Where steps are launched ahead, the next one is already running when this returns.
         """
+        ended, self._ended = self._ended, []
         flight = self._flight or self._launch()
         if flight is None:
-            return []
+            return ended
         self._flight = self._launch_ahead(flight)
-        return self._land(flight)
+        return ended + self._land(flight)
 
     def generate(
         self,
@@ -255,7 +267,7 @@ class Engine:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         requests = [self._request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
         for request in requests:
-            self.scheduler.add(request)
+            self._queue(request)
         start = time.perf_counter()
         while self.has_unfinished():
             for output in self.step():

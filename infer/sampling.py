@@ -36,7 +36,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences the output must not hold
     allowed_token_ids: tuple[int, ...] | None = None  # None: all
     seed: int | None = None  # None: the engine draws one
-    max_tokens: int = 256
+    max_tokens: int = 256  # 0: nothing is computed
     min_tokens: int = 0  # no end or stop token, and no end by a stop string, before this many
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()  # strings that end the output; need a tokenizer
@@ -63,7 +63,7 @@ class SamplingParams:
                 allowed is None or (allowed and _ids(allowed)),
             ),
             ("seed", "None or an integer of 64 signed bits", self.seed is None or _whole(self.seed, -(2**63), 2**63)),
-            ("max_tokens", "an integer >= 1", _whole(self.max_tokens, 1)),
+            ("max_tokens", "an integer >= 0", _whole(self.max_tokens, 0)),
             (
                 "min_tokens",
                 f"an integer between 0 and max_tokens = {self.max_tokens}",

@@ -159,6 +159,20 @@ def test_head_path_forgotten(model, prompts, tmp_path, capsys) -> None:
     assert "--head DIR" in one_line(code, error) and "--method none" in error
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_no_token_asked_for_is_an_empty_report(temperature, model, head, prompts, tmp_path, capsys) -> None:
+    arguments = ("--model", model, "--head", head, "--prompts", prompts, "--max-new-tokens", 0)
+    code, _, error = run(capsys, *arguments, "--temperature", temperature, "--logprobs", 1, "--out", tmp_path)
+    assert code == 0, error
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["output_tokens"], report["acceptance_length"], report["best_k"]) == (0, None, None)
+    assert report["prompt_tokens"] == sum(
+        len(json.loads(line)["prompt_token_ids"]) for line in (tmp_path / "outputs.jsonl").read_text().splitlines()[:5]
+    )
+    rows = [json.loads(line) for line in (tmp_path / "outputs.jsonl").read_text().splitlines()]
+    assert [(row["token_ids"], row["text"], row["logprobs"]) for row in rows] == [([], "", [])] * 10
+
+
 def test_draft_longer_than_the_context(model, head, prompts, tmp_path, capsys) -> None:
     arguments = ("--model", model, "--head", head, "--prompts", prompts, "--out", tmp_path / "r")
     code, _, error = run(capsys, *arguments, "--num-draft-tokens", 500)
@@ -250,7 +264,7 @@ def test_bad_prompt_files(content: bytes, expected: str, model, tmp_path, capsys
         (["--presence-penalty", "nan"], "presence_penalty"),
         (["--stop", ""], "stop must be"),
         (["--batch-size", "0"], "--batch-size"),
-        (["--max-new-tokens", "0"], "--max-new-tokens"),
+        (["--max-new-tokens", "-1"], "--max-new-tokens must be at least 0"),
         (["--limit", "0"], "--limit must be at least 1"),
         (["--limit", "-3"], "--limit must be at least 1"),
         (["--num-blocks", "0"], "--num-blocks must be at least 1"),

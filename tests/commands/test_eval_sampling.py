@@ -62,9 +62,10 @@ def said(rows: list[dict]) -> set[int]:
 
 def test_a_bias_moves_tokens_in_and_out_of_the_output(evaluate, free):
     often = free[0]["token_ids"][5]
-    _, settings, drafted, _ = evaluate("--ignore-eos", "--logit-bias", f"{often}=-100", "33=40")
-    assert often not in said(drafted) and 33 in said(drafted) - said(free)
-    assert settings["logit_bias"] == [f"{often}=-100", "33=40"]
+    _, settings, drafted, _ = evaluate("--ignore-eos", "--logit-bias", f"{often}=-100", "33=0.5")
+    assert often not in said(drafted) and len(said(drafted)) > 3
+    assert settings["logit_bias"] == [f"{often}=-100", "33=0.5"]
+    assert said(evaluate("--ignore-eos", "--logit-bias", "33=100")[2]) == {33}
 
 
 def test_a_bad_word_never_comes(evaluate, free):

@@ -144,7 +144,7 @@ class TestStops:
         assert outputs[0].finish_reason is FinishReason.STOP
         assert sum(outputs[0].block_lengths) == len(outputs[0].token_ids)
 
-    @pytest.mark.parametrize("max_tokens", range(1, 12))
+    @pytest.mark.parametrize("max_tokens", range(12))
     def test_never_more_tokens_than_asked_for(self, successor, max_tokens):
         _, outputs = self.decode(successor, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
         assert len(outputs[0].token_ids) == max_tokens
@@ -302,6 +302,47 @@ def test_a_callback_may_cancel_other_requests_of_its_batch(target, plain, launch
         else:
             assert output.token_ids == plain[i][: each[i].max_tokens]
     assert engine.pool.num_free == engine.pool.num_blocks - 1
+
+
+@pytest.mark.parametrize("launch_ahead", [False, True])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_requests_for_no_token_end_as_they_come_and_touch_nothing(target, plain, launch_ahead, prefix_cache):
+    some = prompts(7)
+    oracle = NoisyOracle([p + o for p, o in zip(some, plain, strict=True)], 4, 0.3, target.vocab_size)
+    changes = {"num_draft_tokens": 4, "launch_ahead": launch_ahead, "prefix_cache": prefix_cache}
+    engine = Engine(target, oracle, dataclasses.replace(CONFIG, max_batch_size=3, **changes))
+    none = dataclasses.replace(GREEDY, max_tokens=0, logprobs=2)
+    each = [none if i in (0, 3, 6) else GREEDY for i in range(7)]
+    # a batch that mixes them, with more requests than rows of the table
+    finished: list[int] = []
+    outputs = engine.generate(some, each, lambda output: finished.append(output.request_id))
+    assert [o.token_ids for o in outputs] == [[] if i in (0, 3, 6) else plain[i] for i in range(7)]
+    assert finished[:3] == [0, 3, 6] and sorted(finished) == list(range(7))
+    for i in (0, 3, 6):
+        assert outputs[i].finish_reason is FinishReason.LENGTH and outputs[i].error is None
+        assert outputs[i].block_lengths == [] and outputs[i].logprobs == []
+    assert oracle.rows.keys() == {request for request, _ in oracle.released} == {1, 2, 4, 5}, "nothing was drafted"
+    assert engine.statistics.prompt_tokens == sum(map(len, some))
+    # one that comes while a step is in flight, and is all there is left once the other is cancelled
+    steps = engine.statistics.num_steps
+    running = engine.add_request(some[1], GREEDY)
+    assert engine.step() == []
+    late = engine.add_request(some[2], none)
+    assert engine.has_unfinished() and engine.cancel(late) is None, "it has ended already"
+    assert engine.cancel(running) is not None and engine.has_unfinished()
+    assert [o.request_id for o in engine.step()] == [late] and not engine.has_unfinished()
+    assert engine.statistics.num_steps == steps + 1 and engine.step() == []
+    assert engine.generate([some[1]], none)[0].token_ids == [] and engine.statistics.num_steps == steps + 1
+    assert engine.generate([some[1]], GREEDY)[0].token_ids == plain[1]
+    assert engine.pool.num_free == engine.pool.num_blocks - 1
+
+
+def test_a_prompt_may_fill_the_context_where_no_token_is_asked_for(successor):
+    engine = Engine(successor, NoneProposer(), dataclasses.replace(CONFIG, max_length=8))
+    assert engine.generate([[3] * 8], SamplingParams(max_tokens=0))[0].token_ids == []
+    for length, max_tokens in ((8, 1), (9, 0)):
+        with pytest.raises(EngineError, match="context of 8"):
+            engine.add_request([3] * length, SamplingParams(max_tokens=max_tokens))
 
 
 @pytest.mark.parametrize("launch_ahead", [False, True])

@@ -117,7 +117,7 @@ def naive_logits(row: Row) -> list[float]:
         {"allowed_token_ids": ()},
         {"allowed_token_ids": (-1,)},
         {"seed": 2**63},
-        {"max_tokens": 0},
+        {"max_tokens": -1},
         {"min_tokens": 5, "max_tokens": 4},
         {"stop_token_ids": (3, -1)},
         {"stop": "end"},
