@@ -54,7 +54,7 @@ def work(count: int, seed: int, vocab_size: int) -> list[Work]:
         prompt = list(rng.choice(beginnings)) if rng.random() < 0.5 else []
         prompt += [rng.randrange(3, vocab_size) for _ in range(rng.choice((1, 2, 5, 11, 40)))]
         limits = {
-            "max_tokens": rng.choice((1, 2, 6, 12, 30)),
+            "max_tokens": rng.choice((0, 1, 2, 6, 12, 30)),
             "stop_token_ids": tuple(rng.sample(range(vocab_size), 2)),
             "ignore_eos": rng.random() < 0.5,
         }
