@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from ..kernels import dispatch
+from ..kernels.records import AttentionInputs
 from .batch import PackedBatch, RequestRows
 from .planes import Plane, Planes
 
@@ -96,12 +97,12 @@ def paged_attention_forward(
         )
     if site.plane is None or site.step.batch is None:
         raise ValueError(f"{site.name} has no cache; call Target.bind and run the model through Target.forward")
-    out = store_and_attend(
+    batch = site.step.batch
+    dispatch.store_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), site.plane.k, site.plane.v, batch.slot_mapping)
+    out = attend(
         site.plane,
-        site.step.batch,
+        batch,
         query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=site.window,
         chunk=site.chunk,
@@ -109,28 +110,6 @@ def paged_attention_forward(
         sinks=s_aux,
     )
     return out[None], None
-
-
-def store_and_attend(
-    plane: Plane,
-    batch: PackedBatch,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    chunk: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    causal: bool = True,
-) -> Tensor:
-    """Writes this step's k and v [num_tokens, kv_heads, width] to their slots, then attends with q over the plane.
-
-    q [num_tokens, heads, width_k]; returns [num_tokens, heads, width_v] in q's dtype.
-    """
-    dispatch.store_kv(k, v, plane.k, plane.v, batch.slot_mapping)
-    return attend(plane, batch, q, scale=scale, window=window, chunk=chunk, softcap=softcap, sinks=sinks, causal=causal)
 
 
 def attend(
@@ -151,7 +130,7 @@ def attend(
     """
     if plane.v is None:
         raise ValueError("a plane that is attended to must hold values, found a cache-only plane")
-    return dispatch.paged_attention(
+    inputs = AttentionInputs(
         q,
         plane.k,
         plane.v,
@@ -167,6 +146,7 @@ def attend(
         sinks=sinks,
         causal=causal,
     )
+    return dispatch.paged_attention(inputs)
 
 
 class PagedAttend:

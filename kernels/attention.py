@@ -20,6 +20,7 @@ import triton
 from torch import Tensor
 
 from .attention_kernels import attend_kernel, merge_kernel, store_kernel
+from .records import AttentionInputs
 
 SHORT_QUERY = 64  # rows of a request up to which its bits do not depend on how many rows there are
 WORKSPACE_BYTES = 256 * 2**20
@@ -77,7 +78,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def store_kv(k: Tensor, v: Tensor | None, k_plane: Tensor, v_plane: Tensor | None, slot_mapping: Tensor) -> None:
-    """See `reference.store_kv`; tensors on one GPU. Raises ValueError when rows do not fit a contiguous plane."""
+    """See its twin; tensors on one GPU. Raises ValueError when rows do not fit a contiguous plane."""
     for rows, plane in ((k, k_plane), (v, v_plane)):
         if rows is not None and plane is not None and (rows.shape[1:] != plane.shape[2:] or not plane.is_contiguous()):
             raise ValueError(f"rows {list(rows.shape)} do not fit a contiguous plane of {list(plane.shape)}")
@@ -101,28 +102,13 @@ def _dense_rows(rows: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def paged_attention(
-    q: Tensor,
-    k_plane: Tensor,
-    v_plane: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    *,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    window: int = 0,
-    chunk: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    causal: bool = True,
-) -> Tensor:
-    """See `reference.paged_attention`; tensors on one GPU. Raises ValueError on shapes that do not belong together.
+def paged_attention(inputs: AttentionInputs) -> Tensor:
+    """See its twin; tensors on one GPU. Raises ValueError on shapes that do not fit.
 
     The maxima are upper bounds and nothing is read back, so that a launch can be captured. Rows of queries of up to
     `SHORT_QUERY` rows are bit-equal whatever else is in the batch and however many rows stand beside them.
     """
+    q, k_plane, v_plane = inputs.q, inputs.k_plane, inputs.v_plane
     num_tokens, q_heads, width_k = q.shape
     _, kv_heads, width_v = v_plane.shape[1:]
     if k_plane.shape[-1] != width_k or k_plane.shape[:-1] != v_plane.shape[:-1] or q_heads % kv_heads:
@@ -132,77 +118,68 @@ def paged_attention(
         )
     if not (k_plane.is_contiguous() and v_plane.is_contiguous()):
         raise ValueError("planes must be contiguous, found strided ones; pass them as they were allocated")
-    q = _dense_rows(q)
     out = torch.empty(num_tokens, q_heads, width_v, dtype=q.dtype, device=q.device)
-    if not num_tokens or not seq_lens.shape[0]:
+    if not num_tokens or not inputs.seq_lens.shape[0]:
         return out
-    call = _Call(
-        *(q, k_plane, v_plane, out, cu_seqlens, seq_lens, block_tables.contiguous(), sinks, scale, softcap),
-        window=0 if window >= max_seq_len else window,
-        chunk=0 if chunk >= max_seq_len else chunk,
-        causal=causal,
-    )
-    _attend_short(call, min(max_query_len, SHORT_QUERY), max_seq_len)
-    if max_query_len > SHORT_QUERY:
+    window, chunk = (0 if size >= inputs.max_seq_len else size for size in (inputs.window, inputs.chunk))
+    tables = inputs.block_tables.contiguous()
+    call = _Call(inputs._replace(q=_dense_rows(q), block_tables=tables, window=window, chunk=chunk), out)
+    _attend_short(call, min(inputs.max_query_len, SHORT_QUERY))
+    if inputs.max_query_len > SHORT_QUERY:
         tiling = long_tiling(call.widest, k_plane.element_size())
-        _launch(call, tiling, call.num_tiles(max_query_len, tiling), short=False)
+        _launch(call, tiling, call.num_tiles(inputs.max_query_len, tiling), short=False)
     return out
 
 
 class _Call(NamedTuple):
-    q: Tensor
-    k_plane: Tensor
-    v_plane: Tensor
+    inputs: AttentionInputs
     out: Tensor
-    cu_seqlens: Tensor
-    seq_lens: Tensor
-    block_tables: Tensor
-    sinks: Tensor | None
-    scale: float
-    softcap: float
-    window: int
-    chunk: int
-    causal: bool
+
+    @property
+    def batch(self) -> int:
+        return self.inputs.seq_lens.shape[0]
 
     @property
     def widest(self) -> int:
-        return max(self.k_plane.shape[3], self.v_plane.shape[3])
+        return max(self.inputs.k_plane.shape[3], self.inputs.v_plane.shape[3])
 
     @property
     def group(self) -> int:
-        return self.q.shape[1] // self.k_plane.shape[2]
+        return self.inputs.q.shape[1] // self.inputs.k_plane.shape[2]
 
     def num_tiles(self, rows: int, tiling: Tiling) -> int:
         """Tiles of all key heads, if every request had that many query rows."""
-        return self.seq_lens.shape[0] * self.k_plane.shape[2] * triton.cdiv(rows * self.group, tiling.block_m)
+        return self.batch * self.inputs.k_plane.shape[2] * triton.cdiv(rows * self.group, tiling.block_m)
 
     def pieces(self) -> dict[str, int]:
+        width_v = self.inputs.v_plane.shape[3]
         return {
-            "WINDOW": self.window,
-            "CHUNK": self.chunk,
+            "WINDOW": self.inputs.window,
+            "CHUNK": self.inputs.chunk,
             "NUM_FIRST": PIECES.num_first,
             "FIRST": PIECES.first,
             "REST": PIECES.rest,
-            "WIDTH_V": self.v_plane.shape[3],
-            "PADDED_V": max(16, triton.next_power_of_2(self.v_plane.shape[3])),
+            "WIDTH_V": width_v,
+            "PADDED_V": max(16, triton.next_power_of_2(width_v)),
         }
 
 
-def _attend_short(call: _Call, max_rows: int, max_seq_len: int) -> None:
+def _attend_short(call: _Call, max_rows: int) -> None:
     """Queries of up to `max_rows` rows: a program a request where they fill the GPU, else a program a piece."""
-    batch, q_heads, width_v = call.seq_lens.shape[0], call.q.shape[1], call.v_plane.shape[3]
-    tiling = short_tiling(call.group, call.widest, call.k_plane.element_size())
-    tiles, pieces = call.num_tiles(max_rows, tiling), PIECES.up_to(max_seq_len)
-    rows = batch * max_rows * q_heads * pieces
-    fills = tiles >= FILLING * multiprocessors(call.q.device)
+    inputs = call.inputs
+    q_heads, width_v, device = inputs.q.shape[1], inputs.v_plane.shape[3], inputs.q.device
+    tiling = short_tiling(call.group, call.widest, inputs.k_plane.element_size())
+    tiles, pieces = call.num_tiles(max_rows, tiling), PIECES.up_to(inputs.max_seq_len)
+    rows = call.batch * max_rows * q_heads * pieces
+    fills = tiles >= FILLING * multiprocessors(device)
     if pieces == 1 or fills or rows * width_v * 4 > WORKSPACE_BYTES:
         _launch(call, tiling, tiles, short=True)
         return
-    mixed = torch.empty(rows, width_v, dtype=torch.float32, device=call.q.device)
-    stats = torch.empty(rows, 2, dtype=torch.float32, device=call.q.device)
+    mixed = torch.empty(rows, width_v, dtype=torch.float32, device=device)
+    stats = torch.empty(rows, 2, dtype=torch.float32, device=device)
     _launch(call, tiling, tiles * pieces, short=True, partial=(mixed, stats), limits=(max_rows, pieces))
-    merge_kernel[(max_rows, q_heads, batch)](
-        *(mixed, stats, call.out, call.cu_seqlens, call.seq_lens, call.sinks, q_heads, max_rows, pieces),
+    merge_kernel[(max_rows, q_heads, call.batch)](
+        *(mixed, stats, call.out, inputs.cu_seqlens, inputs.seq_lens, inputs.sinks, q_heads, max_rows, pieces),
         **call.pieces(),
         AHEAD=AHEAD,
         num_warps=1 if width_v <= 128 else 4,
@@ -219,23 +196,25 @@ def _launch(
     limits: tuple[int, int] = (0, 0),
 ) -> None:
     """Programs for `most` items at most; `limits` are the rows and pieces a request has in the partial buffers."""
-    q, width_k = call.q, call.k_plane.shape[3]
-    batch = call.seq_lens.shape[0]
+    inputs = call.inputs
+    q, width_k = inputs.q, inputs.k_plane.shape[3]
     main_k = max(16, triton.next_power_of_2(width_k + 1) // 2)
     attend_kernel[(min(most, tiling.programs * multiprocessors(q.device)),)](
-        *(*call[:8], *partial, call.scale * math.log2(math.e), call.softcap, batch, q.shape[1], call.k_plane.shape[2]),
-        *(call.block_tables.stride(0), q.stride(0), q.stride(1), *limits),
+        *(q, inputs.k_plane, inputs.v_plane, call.out, inputs.cu_seqlens, inputs.seq_lens, inputs.block_tables),
+        *(inputs.sinks, *partial, inputs.scale * math.log2(math.e), inputs.softcap),
+        *(call.batch, q.shape[1], inputs.k_plane.shape[2]),
+        *(inputs.block_tables.stride(0), q.stride(0), q.stride(1), *limits),
         **call.pieces(),
-        REQUESTS=256 if batch <= 256 else triton.next_power_of_2(batch),
+        REQUESTS=256 if call.batch <= 256 else triton.next_power_of_2(call.batch),
         GROUP=call.group,
-        BLOCK_SIZE=call.k_plane.shape[1],
-        SOFTCAP=call.softcap > 0,
+        BLOCK_SIZE=inputs.k_plane.shape[1],
+        SOFTCAP=inputs.softcap > 0,
         WIDTH_K=width_k,
         MAIN_K=main_k,
         TAIL_K=max(16, triton.next_power_of_2(width_k - main_k)) if width_k > main_k else 0,
         SHORT=short,
         SHORT_QUERY=SHORT_QUERY,
-        CAUSAL=call.causal,
+        CAUSAL=inputs.causal,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
         num_warps=tiling.num_warps,

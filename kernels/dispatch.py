@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .records import RejectionInputs, RejectionOutputs, Stream, SurvivalModel
+from .records import AttentionInputs, RejectionInputs, RejectionOutputs, Stream, SurvivalModel
 
 
 def verify(inputs: RejectionInputs, *, fp64_gumbel: bool = False) -> RejectionOutputs:
-    """See `reference.verify`."""
+    """See `reference.rejection.verify`."""
     if inputs.target_logits.is_cuda:
         from . import rejection
 
         return rejection.verify(inputs, fp64_gumbel=fp64_gumbel)
-    return reference.verify(inputs, fp64_gumbel=fp64_gumbel)
+    return reference.rejection.verify(inputs, fp64_gumbel=fp64_gumbel)
 
 
 def sample(
@@ -28,62 +28,31 @@ def sample(
     *,
     fp64_gumbel: bool = False,
 ) -> Tensor:
-    """See `reference.sample`."""
+    """See `reference.sampling.sample`."""
     if logits.is_cuda:
         from . import sampling
 
         return sampling.sample(logits, temperature, seeds, positions, stream, fp64_gumbel=fp64_gumbel)
-    return reference.sample(logits, temperature, seeds, positions, stream, fp64_gumbel=fp64_gumbel)
+    return reference.sampling.sample(logits, temperature, seeds, positions, stream, fp64_gumbel=fp64_gumbel)
 
 
 def store_kv(k: Tensor, v: Tensor | None, k_plane: Tensor, v_plane: Tensor | None, slot_mapping: Tensor) -> None:
-    """See `reference.store_kv`."""
+    """See `reference.attention.store_kv`."""
     if k_plane.is_cuda:
         from . import attention
 
         attention.store_kv(k, v, k_plane, v_plane, slot_mapping)
     else:
-        reference.store_kv(k, v, k_plane, v_plane, slot_mapping)
+        reference.attention.store_kv(k, v, k_plane, v_plane, slot_mapping)
 
 
-def paged_attention(
-    q: Tensor,
-    k_plane: Tensor,
-    v_plane: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    *,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    window: int = 0,
-    chunk: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    causal: bool = True,
-) -> Tensor:
-    """See `reference.paged_attention`."""
-    if q.is_cuda:
+def paged_attention(inputs: AttentionInputs) -> Tensor:
+    """See `reference.attention.paged_attention`."""
+    if inputs.q.is_cuda:
         from .attention import paged_attention as implementation
     else:
-        implementation = reference.paged_attention
-    return implementation(
-        q,
-        k_plane,
-        v_plane,
-        cu_seqlens,
-        seq_lens,
-        block_tables,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
-        scale=scale,
-        window=window,
-        chunk=chunk,
-        softcap=softcap,
-        sinks=sinks,
-        causal=causal,
-    )
+        implementation = reference.attention.paged_attention
+    return implementation(inputs)
 
 
 def linear(
@@ -94,38 +63,38 @@ def linear(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """See `reference.linear`."""
+    """See `reference.linear.linear`."""
     if x.is_cuda:
         from .linear import linear as implementation
     else:
-        implementation = reference.linear
+        implementation = reference.linear.linear
     return implementation(x, weight, bias, residual, out_dtype=out_dtype)
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `reference.gated_linear`."""
+    """See `reference.linear.gated_linear`."""
     if x.is_cuda:
         from .linear import gated_linear as implementation
     else:
-        implementation = reference.gated_linear
+        implementation = reference.linear.gated_linear
     return implementation(x, weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
-    """See `reference.rms_norm`."""
+    """See `reference.fused.rms_norm`."""
     if x.is_cuda:
         from .fused import rms_norm as implementation
     else:
-        implementation = reference.rms_norm
+        implementation = reference.fused.rms_norm
     return implementation(x, weight, eps, unit_offset=unit_offset)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `reference.silu_mul`."""
+    """See `reference.fused.silu_mul`."""
     if gate_up.is_cuda:
         from .fused import silu_mul as implementation
     else:
-        implementation = reference.silu_mul
+        implementation = reference.fused.silu_mul
     return implementation(gate_up)
 
 
@@ -140,31 +109,31 @@ def rope_store(
     v_plane: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """See `reference.rope_store`."""
+    """See `reference.fused.rope_store`."""
     if qkv.is_cuda:
         from .fused import rope_store as implementation
     else:
-        implementation = reference.rope_store
+        implementation = reference.fused.rope_store
     return implementation(qkv, cos, sin, q_norm, k_norm, eps, k_plane, v_plane, slot_mapping)
 
 
 def learn_survival(
     model: SurvivalModel, log_odds: Tensor, num_verified: Tensor, num_emitted: Tensor, memory: float
 ) -> None:
-    """See `reference.learn_survival`."""
+    """See `reference.survival.learn_survival`."""
     if log_odds.is_cuda:
         from .survival import learn_survival as implementation
     else:
-        implementation = reference.learn_survival
+        implementation = reference.survival.learn_survival
     implementation(model, log_odds, num_verified, num_emitted, memory)
 
 
 def draft_survival(model: SurvivalModel, log_odds: Tensor, num_drafts: Tensor) -> Tensor:
-    """See `reference.draft_survival`."""
+    """See `reference.survival.draft_survival`."""
     if log_odds.is_cuda:
         from .survival import draft_survival as implementation
     else:
-        implementation = reference.draft_survival
+        implementation = reference.survival.draft_survival
     return implementation(model, log_odds, num_drafts)
 
 
@@ -182,9 +151,9 @@ def gated_steps(
     *,
     most: int,
 ) -> Tensor:
-    """See `reference.gated_steps`."""
+    """See `reference.gated_steps.gated_steps`."""
     if memory.is_cuda:
         from .gated_steps import gated_steps as implementation
     else:
-        implementation = reference.gated_steps
+        implementation = reference.gated_steps.gated_steps
     return implementation(q, k, v, log_decay, beta, memory, state_rows, starts, counts, first, most=most)

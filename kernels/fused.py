@@ -19,7 +19,7 @@ HEADS_PER_PROGRAM = 8
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
-    """See `reference.rms_norm`; tensors on one GPU."""
+    """See its twin; tensors on one GPU."""
     if x.dim() != 2 or weight.shape != x.shape[1:]:
         raise ValueError(f"x must be [rows, width] and weight [width], found {list(x.shape)} and {list(weight.shape)}")
     x, out = x.contiguous(), empty_rows(*x.shape, dtype=x.dtype, device=x.device)
@@ -36,7 +36,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `reference.silu_mul`; a tensor on a GPU."""
+    """See its twin; a tensor on a GPU."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
         raise ValueError(f"gate and up must be [rows, 2 * width], found {list(gate_up.shape)}")
@@ -58,7 +58,7 @@ def rope_store(
     v_plane: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """See `reference.rope_store`; tensors on one GPU, planes contiguous."""
+    """See its twin; tensors on one GPU, planes contiguous."""
     q_heads, kv_heads, width = rope_heads(qkv, cos, sin, k_plane, v_plane)
     if not (k_plane.is_contiguous() and v_plane.is_contiguous()):
         raise ValueError("rows are stored to contiguous planes only")

@@ -28,7 +28,7 @@ def gated_steps(
     *,
     most: int,
 ) -> Tensor:
-    """See `reference.gated_steps`; tensors on one GPU, memory contiguous."""
+    """See its twin; tensors on one GPU, memory contiguous."""
     _, kept, heads, key, value = memory.shape
     if not memory.is_contiguous() or any(x is not None and x.dtype != memory.dtype for x in (q, k, v, log_decay, beta)):
         raise ValueError(f"states must be contiguous and inputs of their {memory.dtype}")

@@ -64,7 +64,7 @@ def linear(
     out_dtype: torch.dtype | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """See `reference.linear`; tensors on one GPU. Raises ValueError on shapes that do not belong together."""
+    """See its twin; tensors on one GPU. Raises ValueError on shapes that do not belong together."""
     rows, num_out = x.shape[0], weight.shape[0]
     _check(x, weight, bias, num_out)
     if residual is not None and residual.shape != (rows, num_out):
@@ -84,7 +84,7 @@ def linear(
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: Config | None = None) -> Tensor:
-    """See `reference.gated_linear`; tensors on one GPU. Raises ValueError on shapes that do not belong together."""
+    """See its twin; tensors on one GPU. Raises ValueError on shapes that do not belong together."""
     rows, num_out = x.shape[0], weight.shape[0] // 2
     _check(x, weight, bias, 2 * num_out)
     if rows > MAX_ROWS or x.dtype not in DTYPES or weight.dtype != x.dtype:

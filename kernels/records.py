@@ -1,4 +1,4 @@
-"""What goes into and comes out of the rejection pipeline, shared by the Triton kernels and their PyTorch twins."""
+"""What goes into and comes out of the larger kernels, shared by those in Triton and their PyTorch twins."""
 
 from enum import Enum, IntEnum
 from typing import NamedTuple
@@ -94,6 +94,25 @@ class RejectionOutputs(NamedTuple):
     token_ids: Tensor  # [batch, k + 1] int64; -1 beyond num_emitted
     num_emitted: Tensor  # [batch] int32; accepted drafts + 1, or 0 for a failed request
     failed: Tensor  # [batch] bool; a row that was needed holds NaN or +inf, forbids every token, or does not exist
+
+
+class AttentionInputs(NamedTuple):
+    """Packed query rows over paged keys and values. The queries of request b are the last of its seq_lens[b] tokens."""
+
+    q: Tensor  # [num_tokens, q_heads, width_k]
+    k_plane: Tensor  # [num_blocks, block_size, kv_heads, width_k]; kv_heads divides q_heads
+    v_plane: Tensor  # [num_blocks, block_size, kv_heads, width_v]
+    cu_seqlens: Tensor  # [batch + 1] int32; request b has rows cu_seqlens[b]:cu_seqlens[b+1]
+    seq_lens: Tensor  # [batch] int32
+    block_tables: Tensor  # [batch, max_blocks] int32
+    max_query_len: int  # upper bounds, known to the host
+    max_seq_len: int
+    scale: float
+    window: int = 0  # query t sees key p only if t - window < p; 0 = every p
+    chunk: int = 0  # only if p // chunk == t // chunk; 0 = every p
+    softcap: float = 0.0  # c turns a score s into c * tanh(s / c); 0 = off
+    sinks: Tensor | None = None  # [q_heads]; join the softmax as keys without a value
+    causal: bool = True  # only p <= t; False: also the later keys of its request
 
 
 def rope_heads(qkv: Tensor, cos: Tensor, sin: Tensor, k_plane: Tensor, v_plane: Tensor) -> tuple[int, int, int]:

@@ -1,6 +1,6 @@
 """The rejection pipeline in Triton: block stats, rejection, resample, insert, in line and without a host read.
 
-The rule is stated in `reference.verify`, whose uniforms these kernels reproduce bit for bit. The logits are read once,
+The rule is stated in the twin, whose uniforms these kernels reproduce bit for bit. The logits are read once,
 by block stats; what follows reads a handful of values, and one block of one row per request. Only drafts with a law
 need more: resample reads one row of p and q per request, and block verification, before that, the rows it is in doubt
 about. Every launch can be captured in a graph. Legend: B requests, V vocabulary, K drafts per request at most.
@@ -32,7 +32,7 @@ _RECOVER = tl.constexpr(int(Stream.RECOVER))
 
 
 def verify(inputs: RejectionInputs, *, fp64_gumbel: bool = False) -> RejectionOutputs:
-    """See `reference.verify`; tensors on one GPU."""
+    """See its twin; tensors on one GPU."""
     inputs.check()
     logits, drafts = inputs.target_logits, inputs.draft_token_ids.contiguous()
     logits = logits if logits.stride(1) == 1 else logits.contiguous()

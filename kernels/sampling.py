@@ -58,7 +58,7 @@ def sample(
     *,
     fp64_gumbel: bool = False,
 ) -> Tensor:
-    """See `reference.sample`; tensors on one GPU."""
+    """See its twin; tensors on one GPU."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     batch, vocab = logits.shape
     token_ids = torch.empty(batch, dtype=torch.int64, device=logits.device)

@@ -1,7 +1,7 @@
 """The online model of draft survival in Triton: one small launch to learn from a step, one to read from.
 
-The rules are stated in `reference.learn_survival` and `reference.draft_survival`. A step has few drafts, so one program
-does it all; its time is that of one launch where the twin takes some fifty. Legend: B requests, K drafts at most.
+The rules are stated in the twins. A step has few drafts, so one program does it all; its time is that of one launch
+where the twin takes some fifty. Legend: B requests, K drafts at most.
 """
 
 # Triton gives launches and kernel bodies meanings that its own annotations do not express.
@@ -20,7 +20,7 @@ _BIAS_STRENGTH, _SLOPE_STRENGTH = (tl.constexpr(strength) for strength in SURVIV
 def learn_survival(
     model: SurvivalModel, log_odds: Tensor, num_verified: Tensor, num_emitted: Tensor, memory: float
 ) -> None:
-    """See `reference.learn_survival`; tensors on one GPU."""
+    """See its twin; tensors on one GPU."""
     batch, k = log_odds.shape
     _learn_survival_kernel[(1,)](
         log_odds.contiguous(), num_verified, num_emitted, *model, batch, k, memory, triton.next_power_of_2(k), _ROWS
@@ -28,7 +28,7 @@ def learn_survival(
 
 
 def draft_survival(model: SurvivalModel, log_odds: Tensor, num_drafts: Tensor) -> Tensor:
-    """See `reference.draft_survival`; tensors on one GPU."""
+    """See its twin; tensors on one GPU."""
     survival = log_odds.contiguous().new_empty(log_odds.shape)
     batch, k = log_odds.shape
     _draft_survival_kernel[(triton.cdiv(batch, _ROWS),)](

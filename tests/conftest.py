@@ -5,6 +5,7 @@ import torch
 
 from spectrain.infer.target import Target
 from spectrain.kernels import reference
+from spectrain.kernels.records import AttentionInputs
 from spectrain.tests.models import rand_llama
 
 
@@ -24,11 +25,11 @@ def prompts() -> list[list[int]]:
 @pytest.fixture
 def poisoned_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention leaves rows that belong to nobody as they were: here NaN, which they then carry into block 0."""
-    attention = reference.paged_attention
+    attention = reference.attention.paged_attention
 
-    def poisoned(q, k_plane, v_plane, cu_seqlens, *arguments, **settings):
-        out = attention(q, k_plane, v_plane, cu_seqlens, *arguments, **settings)
-        out[int(cu_seqlens[-1]) :] = torch.nan
+    def poisoned(inputs: AttentionInputs) -> torch.Tensor:
+        out = attention(inputs)
+        out[int(inputs.cu_seqlens[-1]) :] = torch.nan
         return out
 
-    monkeypatch.setattr(reference, "paged_attention", poisoned)
+    monkeypatch.setattr(reference.attention, "paged_attention", poisoned)

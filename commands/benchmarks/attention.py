@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import dispatch, reference
+from ...kernels.records import AttentionInputs
 from .record import BenchError, Check, Record
 from .timing import Timing, copies_for, copy_bandwidth, time_calls
 
@@ -83,14 +84,11 @@ def measure(load: Load, heads: Heads, dtype: torch.dtype, device: torch.device) 
     cu_seqlens = torch.arange(batch + 1, device=device, dtype=torch.int32) * rows
     seq_lens = torch.full((batch,), context, device=device, dtype=torch.int32)
     tables = (torch.randperm(blocks, device=device, generator=generator) + 1).int().view(batch, -1)
-    limits: dict[str, Any] = {"max_query_len": rows, "max_seq_len": context, "scale": heads.width**-0.5}
-
-    def attend(k: Tensor, v: Tensor) -> Tensor:
-        return dispatch.paged_attention(q, k, v, cu_seqlens, seq_lens, tables, **limits)
-
-    k, v = (plane.float() for plane in planes[0])
-    expected = reference.paged_attention(q.float(), k, v, cu_seqlens, seq_lens, tables, **limits)
-    found = attend(*planes[0])
+    scale = heads.width**-0.5
+    inputs = [AttentionInputs(q, *pair, cu_seqlens, seq_lens, tables, rows, context, scale) for pair in planes]
+    wide = inputs[0]._replace(q=q.float(), k_plane=planes[0][0].float(), v_plane=planes[0][1].float())
+    expected = reference.attention.paged_attention(wide)
+    found = dispatch.paged_attention(inputs[0])
     error = float((found.float() - expected).abs().max())
     check = Check(
         f"attention {batch}x{context}x{rows} = twin",
@@ -99,6 +97,6 @@ def measure(load: Load, heads: Heads, dtype: torch.dtype, device: torch.device) 
     )
     if not check.passed:
         return Attended(Timing(0.0, 0.0), kv_bytes, check)
-    calls = [partial(attend, *pair) for pair in planes]
+    calls = [partial(dispatch.paged_attention, each) for each in inputs]
     timing = time_calls(calls, device, calls=max(len(planes), 24))
     return Attended(timing, kv_bytes, check)

@@ -45,7 +45,7 @@ def run(record: Record, batch: int, num_draft_tokens: int, vocab_size: int, dtyp
         record.require(check)
         read_ms = _one_read_ms([one.target_logits for one in inputs])
         pipeline = time_calls([lambda x=x: dispatch.verify(x) for x in inputs], device)
-        twin = time_calls([lambda x=x: reference.verify(x) for x in inputs], device, calls=3, recorded=False)
+        twin = time_calls([lambda x=x: reference.rejection.verify(x) for x in inputs], device, calls=3, recorded=False)
         row: dict[str, Any] = {
             "rejection": case.name,
             "batch": batch,
@@ -78,7 +78,7 @@ def _compare(case: Case, inputs: list[RejectionInputs]) -> Check:
     """Sums in another order differ in their last bit, so that one request in very many may draw another token."""
     wrong = emitted = 0
     for one in inputs:
-        ours, twin = dispatch.verify(one), reference.verify(one)
+        ours, twin = dispatch.verify(one), reference.rejection.verify(one)
         same = (ours.token_ids == twin.token_ids).all(1) & (ours.num_emitted == twin.num_emitted)
         wrong += int((~same).sum()) + int((ours.failed != twin.failed).sum())
         emitted += int(twin.num_emitted.sum())

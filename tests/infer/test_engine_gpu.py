@@ -1,7 +1,6 @@
 """The engine on a GPU: recorded, launched ahead, without a single twin; and what it says is what eager steps say."""
 
 import dataclasses
-import inspect
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from spectrain.infer.graphs import GraphCache
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
-from spectrain.kernels import reference
 from spectrain.tests.fresh import fresh_proposer
+from spectrain.tests.kernels.twins import refuse_twins
 from spectrain.tests.models import rand_llama
 
 pytestmark = pytest.mark.gpu
@@ -71,12 +70,7 @@ def test_adaptive_drafting_measures_every_size_it_chooses_from(target):
 
 
 def test_no_twin_is_needed(target, monkeypatch):
-    def refuse(*arguments, **keywords):
-        raise AssertionError("a PyTorch twin was called on the GPU")
-
-    for name, function in inspect.getmembers(reference, inspect.isfunction):
-        if function.__module__ == reference.__name__:
-            monkeypatch.setattr(reference, name, refuse)
+    refuse_twins(monkeypatch)
     assert all(decode(target, 4, 1.0))
     assert all(decode(target, 4, 1.0, draft_policy="adaptive"))
 

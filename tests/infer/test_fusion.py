@@ -15,6 +15,7 @@ from spectrain.infer.planes import Planes
 from spectrain.infer.target import Target
 from spectrain.kernels import dispatch, reference
 from spectrain.tests.infer.packed import compare
+from spectrain.tests.kernels.twins import refuse_twins
 from spectrain.tests.models import (
     COMMON,
     build,
@@ -237,7 +238,7 @@ def test_a_norm_that_hides_another_eps_is_none() -> None:
     norm.eps, norm.variance_epsilon = 1e-3, 2e-3
     assert fusion.measure_rms_norm(norm, 24) == fusion.Norm(norm.weight, 2e-3, False)
     del norm.variance_epsilon
-    norm.forward = lambda x: reference.rms_norm(x, norm.weight, 2e-3)
+    norm.forward = lambda x: reference.fused.rms_norm(x, norm.weight, 2e-3)
     assert fusion.measure_rms_norm(norm, 24) is None
 
 
@@ -249,8 +250,7 @@ def test_on_a_gpu_no_twin_runs_and_logits_agree(
 ) -> None:
     target = Target.from_model(FUSED[family]().to("cuda", dtype))
     before = [logits_of(target, rows) for rows in (1, 7, 12)]
-    for name in ("linear", "gated_linear", "rms_norm", "silu_mul", "rope_store", "store_kv", "paged_attention"):
-        monkeypatch.setattr(reference, name, None)
+    refuse_twins(monkeypatch)
     assert target.fuse() is None
     for rows, expected in zip((1, 7, 12), before, strict=True):
         found = logits_of(target, rows)

@@ -177,14 +177,14 @@ def test_scenario_sees_an_ignored_attention_argument(monkeypatch, family, ignore
     model = family()
     oracle = copy.deepcopy(model)
     target = Target.from_model(model)
-    honest = attention.store_and_attend
-    monkeypatch.setattr(attention, "store_and_attend", lambda *a, **given: honest(*a, **{**given, **ignored}))
+    honest = attention.attend
+    monkeypatch.setattr(attention, "attend", lambda *a, **given: honest(*a, **{**given, **ignored}))
     assert compare(target, oracle).logits > 100 * TOLERANCE
 
 
 def test_parity_check_refuses_a_target_whose_attention_is_computed_wrongly(monkeypatch):
-    honest = attention.store_and_attend
-    monkeypatch.setattr(attention, "store_and_attend", lambda *a, **given: honest(*a, **{**given, "scale": 1.0}))
+    honest = attention.attend
+    monkeypatch.setattr(attention, "attend", lambda *a, **given: honest(*a, **{**given, "scale": 1.0}))
     with pytest.raises(TargetError, match="packed with another request its logits are off"):
         Target.from_model(rand_llama())
     with pytest.raises(TargetError, match="packed with another request its logits are off"):

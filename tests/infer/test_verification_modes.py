@@ -205,7 +205,7 @@ def test_noise_in_float64_is_asked_for_by_the_engines_config(target, wide, monke
 
     def watched(inputs: RejectionInputs, *, fp64_gumbel: bool = False) -> RejectionOutputs:
         asked.append(fp64_gumbel)
-        return reference.verify(inputs, fp64_gumbel=fp64_gumbel)
+        return reference.rejection.verify(inputs, fp64_gumbel=fp64_gumbel)
 
     monkeypatch.setattr(dispatch, "verify", watched)
     engine = Engine(target, NoneProposer(), EngineConfig(num_blocks=20, fp64_gumbel=wide))

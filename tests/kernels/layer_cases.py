@@ -70,7 +70,7 @@ def test_few_outputs_are_summed_in_splits(rows: int) -> None:
 def test_gated_linear_equals_twin(rows: int, width: int, num_in: int, with_bias: bool) -> None:
     x, weight = normal(rows, num_in), normal(2 * width, num_in, seed=1)
     bias = normal(2 * width, seed=2) if with_bias else None
-    found, expected = linear.gated_linear(x, weight, bias), reference.gated_linear(x, weight, bias)
+    found, expected = linear.gated_linear(x, weight, bias), reference.linear.gated_linear(x, weight, bias)
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-5)
 
 
@@ -109,7 +109,9 @@ def test_many_rows_take_the_library() -> None:
     for own_bias in (None, bias):
         assert_near(linear.linear(x, weight, own_bias, residual), exact(x, weight, own_bias, residual), 64)
         assert_near(linear.linear(x, weight, own_bias), exact(x, weight, own_bias), 64)
-    torch.testing.assert_close(linear.gated_linear(x, weight), reference.gated_linear(x, weight), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        linear.gated_linear(x, weight), reference.linear.gated_linear(x, weight), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_no_rows() -> None:
@@ -135,7 +137,7 @@ def test_misfits_are_refused(weight: tuple, bias: tuple | None, residual: tuple 
 def test_rms_norm_equals_twin(rows: int, width: int, dtype: torch.dtype, unit_offset: bool) -> None:
     x, weight = 0.01 * normal(rows, width, dtype=dtype), normal(width, seed=1, dtype=dtype)
     found = fused.rms_norm(x, weight, 1e-5, unit_offset=unit_offset)
-    expected = reference.rms_norm(x, weight, 1e-5, unit_offset=unit_offset)
+    expected = reference.fused.rms_norm(x, weight, 1e-5, unit_offset=unit_offset)
     rounding = 2 * torch.finfo(dtype).eps  # the sum's order may move a value over one rounding
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=rounding)
 
@@ -144,7 +146,7 @@ def test_rms_norm_equals_twin(rows: int, width: int, dtype: torch.dtype, unit_of
 def test_silu_mul_equals_twin(dtype: torch.dtype) -> None:
     gate_up = 4 * normal(3, 2 * 1030, dtype=dtype)
     rounding = 2 * torch.finfo(dtype).eps
-    torch.testing.assert_close(fused.silu_mul(gate_up), reference.silu_mul(gate_up), atol=1e-6, rtol=rounding)
+    torch.testing.assert_close(fused.silu_mul(gate_up), reference.fused.silu_mul(gate_up), atol=1e-6, rtol=rounding)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -158,7 +160,7 @@ def test_rope_store_equals_twin(heads: tuple[int, int], width: int, normed: bool
     norms = [normal(width, seed=seed, dtype=dtype) if normed else None for seed in (2, 3)]
     rounding = 4 * torch.finfo(dtype).eps
     outputs = []
-    for module in (fused, reference):
+    for module in (fused, reference.fused):
         planes = [torch.full((4, 4, kv_heads, width), -7.0, device=DEVICE, dtype=dtype) for _ in range(2)]
         q = module.rope_store(qkv, angle.cos().to(dtype), angle.sin().to(dtype), *norms, 1e-6, *planes, slots)
         outputs.append([q, *planes])

@@ -26,11 +26,11 @@ def test_learning_and_reading_equal_the_twins(batch: int, k: int):
         emitted[-1] = 0  # a request that failed
         verified, emitted = verified.to(DEVICE), emitted.to(DEVICE)
         survival.learn_survival(ours, odds, verified, emitted, 50.0)
-        reference.learn_survival(twin, odds, verified, emitted, 50.0)
+        reference.survival.learn_survival(twin, odds, verified, emitted, 50.0)
         for one, other in zip(ours, twin, strict=True):
             torch.testing.assert_close(one, other, atol=2e-4, rtol=2e-4)
         found = survival.draft_survival(ours, odds, verified)
-        torch.testing.assert_close(found, reference.draft_survival(twin, odds, verified), atol=2e-4, rtol=2e-4)
+        torch.testing.assert_close(found, reference.survival.draft_survival(twin, odds, verified), atol=2e-4, rtol=2e-4)
         taken = torch.arange(k, device=DEVICE) < verified[:, None]
         assert ((found == -1) == ~taken).all()
     assert batch == 1 or (ours.coefficients[0] - model_of(k).coefficients[0]).abs().max() > 0.05

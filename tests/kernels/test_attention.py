@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from spectrain.kernels import dispatch
+from spectrain.kernels.records import AttentionInputs
 
 
 def dense_row(
@@ -69,15 +70,15 @@ class Paged:
         self.scale = widths[0] ** -0.5
 
     def attend(self, dtype: torch.dtype = torch.float32, sinks: Tensor | None = None, **options: float) -> Tensor:
-        return dispatch.paged_attention(
+        inputs = AttentionInputs(
             *(self.q.to(dtype), self.k_plane.to(dtype), self.v_plane.to(dtype), self.cu_seqlens),
             *(torch.tensor(self.seq_lens, dtype=torch.int32), self.tables),
             max_query_len=max(self.query_lens),
             max_seq_len=max(self.seq_lens),
             scale=self.scale,
             sinks=sinks,
-            **options,
         )
+        return dispatch.paged_attention(inputs._replace(**options))
 
     def oracle(self, sinks: Tensor | None = None, **options: float) -> Tensor:
         rows = []

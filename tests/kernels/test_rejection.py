@@ -217,7 +217,7 @@ def test_equals_the_naive_loop(
         inputs.draft_token_ids.view(-1)[seed % inputs.draft_token_ids.numel()] = data.draw(
             st.sampled_from([-1, -9, vocab])
         )
-    with mock.patch.object(reference, "VOCAB_BLOCK", block_size):
+    with mock.patch.object(reference.sampling, "VOCAB_BLOCK", block_size):
         found = emitted(dispatch.verify(inputs))
     assert found == list(by_naive_loop(inputs, block_size))
 
@@ -396,8 +396,8 @@ def test_float64_gumbel_draws_the_same_law() -> None:
 def test_a_last_block_that_is_not_full_does_not_favour_its_last_token() -> None:
     count, vocab = 4000, 5
     seeds = torch.arange(count)
-    with mock.patch.object(reference, "VOCAB_BLOCK", 3):
-        drawn = reference.sample(
+    with mock.patch.object(reference.sampling, "VOCAB_BLOCK", 3):
+        drawn = reference.sampling.sample(
             torch.zeros(count, vocab), torch.ones(count), seeds, torch.zeros_like(seeds), Stream.RECOVER
         )
     shares = torch.bincount(drawn, minlength=vocab) / count

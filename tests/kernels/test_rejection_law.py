@@ -27,7 +27,7 @@ NextLaw = Callable[[Block], Sequence[float]]  # tokens so far -> probabilities
 @pytest.fixture(params=[2, 4096], ids=["several vocabulary blocks", "one"])
 def vocab_block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token is drawn in two levels; both must follow the law."""
-    monkeypatch.setattr(reference, "VOCAB_BLOCK", request.param)
+    monkeypatch.setattr(reference.sampling, "VOCAB_BLOCK", request.param)
 
 
 def p_value(counts: Tensor, law: Tensor) -> float:
@@ -54,13 +54,13 @@ def draw_chain(
         q = draft(tokens)
         laws.append(q)
         if mode in ("law", "drawn_point", "block"):
-            tokens = reference.sample(q.log(), ones, seeds, positions + step, Stream.DRAFT)
+            tokens = reference.sampling.sample(q.log(), ones, seeds, positions + step, Stream.DRAFT)
         else:
             tokens = q.argmax(dim=-1)
         drafts.append(tokens)
     previous = [first, *drafts]
     rows = torch.stack([target(tokens) for tokens in previous], dim=1)
-    return reference.verify(
+    return reference.rejection.verify(
         RejectionInputs(
             target_logits=rows.log().flatten(0, 1),
             draft_token_ids=torch.stack(drafts, dim=1),
@@ -166,8 +166,10 @@ def test_draft_accept_and_recover_noise_are_uncoupled(mode: str) -> None:
 
 
 def test_coupled_draft_and_recover_noise_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = reference.noise_keys
-    monkeypatch.setattr(reference, "noise_keys", lambda seeds, positions, stream: keys(seeds, positions, Stream.DRAFT))
+    keys = reference.rejection.noise_keys
+    monkeypatch.setattr(
+        reference.rejection, "noise_keys", lambda seeds, positions, stream: keys(seeds, positions, Stream.DRAFT)
+    )
     target, draft = torch.tensor([0.1, 0.6, 0.3]), torch.tensor([0.5, 0.3, 0.2])
     assert p_value(first_token_counts("law", target, draft, n=131_072), target) < 1e-12
 
@@ -251,8 +253,8 @@ def test_reduced_draft_vocabulary(spare_column: bool) -> None:
     )
     q = torch.tensor([0.5, 0.3, 0.2])
     seeds, positions, ones = torch.arange(n), torch.full((n,), 5), torch.ones(n)
-    drafts = token_map[reference.sample(q.log().expand(n, 3), ones, seeds, positions, Stream.DRAFT)]
-    out = reference.verify(
+    drafts = token_map[reference.sampling.sample(q.log().expand(n, 3), ones, seeds, positions, Stream.DRAFT)]
+    out = reference.rejection.verify(
         RejectionInputs(
             target_logits=p.log().expand(2 * n, 6),
             draft_token_ids=drafts[:, None],
@@ -282,6 +284,6 @@ def test_a_rejected_placeholder_leaves_the_whole_target_law() -> None:
         seeds=torch.arange(n),
     )
     for law in (None, Q.log().expand(n, 1, 4)):
-        out = reference.verify(inputs._replace(draft_log_probs=law))
+        out = reference.rejection.verify(inputs._replace(draft_log_probs=law))
         assert (out.num_emitted == 1).all()
         assert p_value(torch.bincount(out.token_ids[:, 0], minlength=4), P) > 1e-4

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spectrain.kernels import attention, reference
+from spectrain.kernels.records import AttentionInputs
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poison_outputs")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,7 +78,8 @@ def attend(
     cu_seqlens = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(DEVICE)
     lengths = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
     bounds = {"max_query_len": max(query_lens), "max_seq_len": max_seq_len, "scale": q.shape[-1] ** -0.5}
-    return implementation.paged_attention(q, pages.k, pages.v, cu_seqlens, lengths, tables, **bounds, **options)
+    inputs = AttentionInputs(q, pages.k, pages.v, cu_seqlens, lengths, tables, **bounds)
+    return implementation.paged_attention(inputs._replace(**options))
 
 
 def set_mode(monkeypatch: pytest.MonkeyPatch, mode: str, first: int = 32, rest: int = 64) -> None:
@@ -104,7 +106,7 @@ def test_equals_twin(
 ) -> None:
     set_mode(monkeypatch, mode)
     pages = Pages([1, 0, 5, 20, 1], [135, 0, 67, 40, 1], heads, widths)
-    found, expected = pages.attend(**OPTIONS[name]), pages.attend(reference, **OPTIONS[name])
+    found, expected = pages.attend(**OPTIONS[name]), pages.attend(reference.attention, **OPTIONS[name])
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
 
 
@@ -129,7 +131,7 @@ def test_equals_twin_over_serving_widths(
         found[filling] = pages.attend(max_seq_len=4096, **OPTIONS[name])
     assert torch.equal(found[0], found[10**6])
     pages.q, pages.k, pages.v = pages.q.double(), pages.k.double(), pages.v.double()
-    expected = pages.attend(reference, max_seq_len=4096, **OPTIONS[name])
+    expected = pages.attend(reference.attention, max_seq_len=4096, **OPTIONS[name])
     tolerance = 2e-5 if dtype == FP32 else 2e-2
     torch.testing.assert_close(found[0].double(), expected, atol=tolerance, rtol=tolerance)
 
@@ -173,7 +175,7 @@ def test_rows_without_keys_or_request_disturb_nobody(mode: str, monkeypatch: pyt
 def test_more_requests_than_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     set_mode(monkeypatch, "split")
     pages = Pages([1, *[0] * 260, 1], [40, *[0] * 260, 33], (1, 1))
-    torch.testing.assert_close(pages.attend(), pages.attend(reference), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(pages.attend(), pages.attend(reference.attention), atol=2e-6, rtol=1e-5)
 
 
 def test_strided_queries_are_read_in_place() -> None:
@@ -206,10 +208,7 @@ def test_a_recorded_launch_follows_the_lengths_on_the_device() -> None:
 
     def step() -> Tensor:
         return attention.paged_attention(
-            *(pages.q, pages.k, pages.v, cu_seqlens, lengths, pages.tables),
-            max_query_len=6,
-            max_seq_len=32_768,
-            scale=0.1,
+            AttentionInputs(pages.q, pages.k, pages.v, cu_seqlens, lengths, pages.tables, 6, 32_768, scale=0.1)
         )
 
     step()
@@ -232,6 +231,6 @@ def test_store_kv_equals_twin(strided: bool) -> None:
     for values in (v, None):
         planes = [(torch.zeros(4, 5, 3, 20).to(DEVICE), torch.zeros(4, 5, 3, 11).to(DEVICE)) for _ in range(2)]
         attention.store_kv(k, values, *planes[0], slots)
-        reference.store_kv(k, values, *planes[1], slots)
+        reference.attention.store_kv(k, values, *planes[1], slots)
         for ours, theirs in zip(*planes, strict=True):
             assert torch.equal(ours, theirs)
