@@ -23,6 +23,7 @@ from .benchmarks.options import (
     Shape,
     Steps,
     TargetModel,
+    check_counts,
     check_out,
     plain_settings,
 )
@@ -64,6 +65,7 @@ def generate(
     overwrite: Overwrite = False,
 ) -> None:
     """Tokens/s at batch 1, greedy: the head, plain decoding in the same engine, transformers' static cache."""
+    check_counts({"max_new_tokens": max_new_tokens})
     from .benchmarks.generate import print_rows, row_of, transformers_speed
     from .benchmarks.record import BenchError
     from .eval import Options, run

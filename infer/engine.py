@@ -18,12 +18,13 @@ from .costs import StepCosts
 from .draft_policy import DraftPolicy, DraftPolicyName
 from .flight import Clock, Flight, Verified
 from .graphs import GraphCache, RecordingError
+from .layout import BUCKETS
 from .memory import count_blocks, free_memory, state_bytes
 from .planes import BlockPool, Planes, PlaneSpec
 from .proposers.base import Proposer, Released
 from .recurrent import States
 from .request import EngineError, Request, RequestOutput
-from .runner import BUCKETS, Runner
+from .runner import Runner
 from .sampling import SamplingParams, SamplingTable
 from .scheduler import Scheduler
 from .statistics import EngineStatistics, StepKind

@@ -8,8 +8,6 @@ read the step before it.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from ..kernels.records import RejectionOutputs
@@ -18,27 +16,22 @@ from .draft_policy import DraftPolicy, draft_widths
 from .drafting import SurvivalEstimator
 from .flight import Clock, Flight
 from .graphs import GraphCache
+from .layout import Layout, MixedPlan, Slots, bucket
 from .proposers.base import Proposer
 from .request import Request
 from .sampling import NEUTRAL, Features, SamplingTable, features_of
 from .scheduler import ScheduledRequest
-from .stages import MixedPlan, Slots, Stages
+from .stages import Stages
 from .table import Packed, RequestTable
 from .target import Target, TargetOutput
 from .verify import Verification
-
-BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
-"""Numbers of requests a CUDA graph is captured for; beyond the last one batches grow by its size."""
-
-MIXED_SIZES = (64, 128, 256, 512, 1024, 2048)
-"""Rows that a step with prompt rows is padded to where it is recorded; longer ones keep a GPU busy without."""
 
 RECORDED_LOGITS_BYTES = 2**28
 """Each recorded step keeps logits of its own."""
 
 
 class Runner:
-    """Lays out steps in buffers that never move and has their stages run, or replayed."""
+    """Has the stages of steps run, or replayed."""
 
     def __init__(
         self,
@@ -52,6 +45,7 @@ class Runner:
         adaptive: bool = False,
     ) -> None:
         self.table, self.graphs, self.requirements = table, graphs, proposer.requirements
+        self.layout = Layout(table)
         self.num_draft_tokens = table.num_draft_tokens
         self.adaptive = adaptive and self.num_draft_tokens > 0
         # where the host drafts it knows how many drafts wait, so that steps need not have room for the most
@@ -60,9 +54,6 @@ class Runner:
         estimator = SurvivalEstimator(self.num_draft_tokens, table.device) if self.adaptive else None
         self.stages = Stages(target, proposer, table, settings, verification, estimator, self.widths)
         self.policy: DraftPolicy | None = None
-        self._buckets: dict[int, Slots] = {}
-        self._mixed_batch, self._mixed_sizes = 0, ()  # steps with prompt rows that are recorded
-        self._mixed_buffer = torch.empty(5, 0, dtype=torch.int64, device=table.device)
 
     def launch(self, scheduled: Sequence[ScheduledRequest]) -> Flight:
         """Starts a step whose rows the host knows."""
@@ -98,18 +89,18 @@ class Runner:
             return
         if self.requirements.draft_laws:
             # the first step verifies without the laws that it brings, and what is recorded must have run before
-            self._run_decode(self._nobody(_bucket(max_batch_size), 1), _bucket(max_batch_size), NEUTRAL, None, [])
-        for batch in sorted({_bucket(n) for n in range(1, max_batch_size + 1)}, reverse=True):
-            slots = self._nobody(batch, 1)
+            self._run_decode(self.layout.nobody(bucket(max_batch_size), 1), bucket(max_batch_size), NEUTRAL, None, [])
+        for batch in sorted({bucket(n) for n in range(1, max_batch_size + 1)}, reverse=True):
+            slots = self.layout.nobody(batch, 1)
             for width in sorted(set(self.widths)):
                 self._run_decode(slots, batch * width, NEUTRAL, None, [])
                 self._run_decode(slots, batch * width, NEUTRAL, self.graphs, [])
-        self._capture_mixed(_bucket(max_batch_size))
+        self._capture_mixed(bucket(max_batch_size))
 
     def run_plainly(self) -> None:
         """Records nothing any more and forgets what was: every step runs call by call."""
         self.graphs = None
-        self._mixed_batch, self._mixed_sizes = 0, ()
+        self.layout.pad_mixed(0)
 
     def _capture_mixed(self, batch: int) -> None:
         """Steps with prompt rows are recorded for `batch` requests, unless their logits would take much memory."""
@@ -119,12 +110,9 @@ class Runner:
             or self.stages.target.state_specs
         ):
             return  # the host drafts without padding; recurrent layers go by the longest piece, which is not known
-        self._mixed_batch, self._mixed_sizes = batch, tuple(size for size in MIXED_SIZES if size >= batch)
-        self._mixed_buffer = torch.zeros(5, batch, dtype=torch.int64, device=self.table.device)
-        self._mixed_buffer[[0, 3]] = self.table.nobody
-        self._mixed_buffer[2] = 1
-        plan = self._buffered_plan()
-        for num_rows in reversed(self._mixed_sizes):
+        self.layout.pad_mixed(batch)
+        plan = self.layout.buffered()
+        for num_rows in reversed(self.layout.mixed_sizes):
             for graphs in (None, self.graphs):
                 packed, output, _ = self._run_mixed(plan, num_rows, NEUTRAL, graphs, True)
                 self._finish_mixed(plan, num_rows, packed, output, graphs, [], [], True)
@@ -134,14 +122,14 @@ class Runner:
         table = self.table
         batches, widths = (1, max_batch_size), (1, self.num_draft_tokens + 1)
         if self.graphs is not None:
-            batches, widths = {_bucket(n) for n in range(1, max_batch_size + 1)}, self.widths
+            batches, widths = {bucket(n) for n in range(1, max_batch_size + 1)}, self.widths
         table.limits[table.nobody] = table.capacities[table.nobody] = table.max_length  # room to draft
         costs = measure_costs(self._rehearse, sorted(set(batches)), sorted(set(widths)), stopwatch(table.device))
         table.limits[table.nobody] = table.capacities[table.nobody] = 0
         return costs
 
     def _rehearse(self, batch: int, width: int) -> Rehearsal:
-        slots, num_rows = self._nobody(batch, width), batch * width
+        slots, num_rows = self.layout.nobody(batch, width), batch * width
         packed, output = self._call(self.graphs, "target", (batch, num_rows), self.stages.forward, slots, num_rows)
 
         def verify() -> None:
@@ -159,58 +147,30 @@ class Runner:
 
         return Rehearsal(verify, rest, draft)
 
-    def _nobody(self, batch: int, width: int) -> Slots:
-        """`width` rows for each of `batch` requests that are none."""
-        slots = self._slots_of(batch)
-        slots.rows.fill_(self.table.nobody)
-        slots.starts.zero_()
-        slots.counts.fill_(width)
-        return slots
-
     def _decode(self, flight: Flight, starts: list[int] | None, counts: list[int] | None, drafts_wait: bool) -> None:
         """A step in which every request computes its newest token and its drafts, and samples."""
-        rows = [_row_of(request) for request in flight.requests]
-        ids = [request.request_id for request in flight.requests]
-        flight.padded = batch = len(rows) if self.graphs is None else _bucket(len(rows))
+        requests, recorded = flight.requests, self.graphs is not None
+        ids = [request.request_id for request in requests]
+        flight.padded = batch = bucket(len(requests)) if recorded else len(requests)
         width = self.num_draft_tokens + 1
         if counts is not None:
-            total = sum(counts) + batch - len(rows)
+            total = sum(counts) + batch - len(requests)
             width = next(width for width in self.widths if batch * width >= total)
         if self.policy is not None:
             flight.choice = self.policy.choose(ids, batch, drafts_wait)
             width, flight.drafts = flight.choice
         num_rows = batch * width
-        if self.graphs is None:
-            slots = Slots(self._upload(rows), *self._spans(rows, starts, counts))
-            if counts is not None:
-                num_rows = min(num_rows, sum(counts))
-        else:
-            slots = self._slots_of(batch)
-            padding = batch - len(rows)
-            slots.rows.copy_(self._upload(rows + [self.table.nobody] * padding))
-            spans = self._spans(
-                slots.rows,
-                None if starts is None else starts + [0] * padding,
-                None if counts is None else counts + [1] * padding,
-            )
-            slots.starts.copy_(spans[0])
-            slots.counts.copy_(spans[1])
-        wanted = features_of([request.params for request in flight.requests])
+        if counts is not None and not recorded:
+            num_rows = min(num_rows, sum(counts))
+        slots = self.layout.decode(requests, starts, counts, batch if recorded else None)
+        wanted = features_of([request.params for request in requests])
         results, accepted = self._run_decode(slots, num_rows, wanted, self.graphs, ids, flight.drafts, flight.clock)
         self._promise(flight, ids, accepted)
-        flight.keep([tensor[: len(rows)] for tensor in results])
+        flight.keep([tensor[: len(requests)] for tensor in results])
 
     def _promise(self, flight: Flight, request_ids: list[int], accepted: Tensor | None) -> None:
         if self.policy is not None and accepted is not None:
             flight.keep_promise(self.policy.promise(request_ids), accepted)
-
-    def _spans(
-        self, rows: "Tensor | list[int]", starts: list[int] | None, counts: list[int] | None
-    ) -> tuple[Tensor, Tensor]:
-        if starts is not None and counts is not None:
-            return self._upload(starts), self._upload(counts)
-        index = self._upload(rows) if isinstance(rows, list) else rows
-        return self.table.num_known[index] - 1, self.table.num_drafts[index] + 1
 
     def _run_decode(
         self,
@@ -280,12 +240,12 @@ class Runner:
             scheduled = [_shortened(rows, width - 1) for rows in scheduled]
         wanted = features_of([rows.request.params for rows in scheduled if rows.samples])
         total, batch = sum(rows.num_tokens for rows in scheduled), len(scheduled)
-        recorded = next((size for size in self._mixed_sizes if size >= total + self._mixed_batch - batch), None)
+        recorded = self.layout.padded_size(total, batch)
         graphs = None if recorded is None else self.graphs
         if recorded is None:
-            plan, num_rows = self._exact_plan(scheduled), total
+            plan, num_rows = self.layout.exact(scheduled), total
         else:
-            plan, num_rows = self._padded_plan(scheduled), recorded
+            plan, num_rows = self.layout.padded(scheduled), recorded
         packed, output, verified = self._run_mixed(plan, num_rows, wanted, graphs, bool(sampler_ids))
         logprobs = () if verified is None else self.stages.logprobs(verified, plan.cu_rows, output, wanted)
         flight.clock.mark("verified")
@@ -299,7 +259,7 @@ class Runner:
         if verified is not None:
             results = [self.stages.results(verified, plan.sampling, plan.num_drafts), *logprobs]
             if recorded is not None:
-                asked = self._upload([i for i, rows in enumerate(scheduled) if rows.samples])
+                asked = self.layout.upload([i for i, rows in enumerate(scheduled) if rows.samples])
                 results = [tensor[asked] for tensor in results]
             flight.keep(results)
 
@@ -331,71 +291,8 @@ class Runner:
             return None
         return self._call(graphs, "propose", ("mixed",), self.stages.propose, plan.sampling, sampler_ids)
 
-    def _exact_plan(self, scheduled: Sequence[ScheduledRequest]) -> MixedPlan:
-        """What the host knows of a step, and nothing beside it."""
-        asked = [i for i, rows in enumerate(scheduled) if rows.samples]
-        samplers = [scheduled[i] for i in asked]
-        slots = Slots(
-            self._upload([_row_of(rows.request) for rows in scheduled]),
-            self._upload([rows.start for rows in scheduled]),
-            self._upload([rows.num_tokens for rows in scheduled]),
-        )
-        return MixedPlan(
-            slots=slots,
-            asked=self._upload(asked),
-            sampling=self._upload([_row_of(rows.request) for rows in samplers]),
-            num_drafts=self._upload([rows.num_drafts for rows in samplers]),
-            width=1 + max((rows.num_drafts for rows in samplers), default=0),
-            longest=max(rows.num_tokens for rows in scheduled),
-            max_seq_len=max(rows.start + rows.num_tokens for rows in scheduled),
-        )
-
-    def _padded_plan(self, scheduled: Sequence[ScheduledRequest]) -> MixedPlan:
-        """The same in buffers that never move: as many requests as can be, those that do not sample as nobody's."""
-        nobody, padding = self.table.nobody, self._mixed_batch - len(scheduled)
-        columns = (
-            [_row_of(rows.request) for rows in scheduled] + [nobody] * padding,
-            [rows.start for rows in scheduled] + [0] * padding,
-            [rows.num_tokens for rows in scheduled] + [1] * padding,
-            [_row_of(rows.request) if rows.samples else nobody for rows in scheduled] + [nobody] * padding,
-            [rows.num_drafts if rows.samples else 0 for rows in scheduled] + [0] * padding,
-        )
-        self._mixed_buffer.copy_(self._upload(np.asarray(columns)))
-        return self._buffered_plan()
-
-    def _buffered_plan(self) -> MixedPlan:
-        rows, starts, counts, sampling, num_drafts = self._mixed_buffer
-        return MixedPlan(
-            slots=Slots(rows, starts, counts),
-            asked=None,
-            sampling=sampling,
-            num_drafts=num_drafts,
-            width=self.num_draft_tokens + 1,
-            longest=None,
-            max_seq_len=self.table.max_length,
-        )
-
-    def _slots_of(self, batch: int) -> Slots:
-        if batch not in self._buckets:
-            empty = (torch.zeros(batch, dtype=torch.int64, device=self.table.device) for _ in range(3))
-            self._buckets[batch] = Slots(*empty)
-        return self._buckets[batch]
-
-    def _upload(self, values: "Sequence[int] | np.ndarray") -> Tensor:
-        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self.table.device, non_blocking=True)
-
 
 def _shortened(rows: ScheduledRequest, num_drafts: int) -> ScheduledRequest:
     """The same rows with at most so many drafts."""
     dropped = max(rows.num_drafts - num_drafts, 0)
     return rows._replace(num_tokens=rows.num_tokens - dropped, num_drafts=rows.num_drafts - dropped)
-
-
-def _row_of(request: Request) -> int:
-    assert request.slot is not None
-    return request.slot
-
-
-def _bucket(batch: int) -> int:
-    """The smallest bucket that holds `batch` requests."""
-    return next((size for size in BUCKETS if size >= batch), -(-batch // BUCKETS[-1]) * BUCKETS[-1])

@@ -5,43 +5,18 @@ recorded as a CUDA graph. `runner.py` says which run, and on what.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.records import RejectionOutputs, law_columns
 from .drafting import SurvivalEstimator, expected_accepted, log_odds_of, select
+from .layout import MixedPlan, Slots
 from .proposers.base import DraftStep, ObservedRows, Proposer
 from .sampling import Features, LogitsRows, SamplingTable, process_logits, top_logprobs
 from .table import Packed, RequestTable
 from .target import Target, TargetOutput
 from .verify import Verification, verify_drafts
-
-
-class Slots(NamedTuple):
-    """Who takes part in a step; on the device, [batch] int64 each."""
-
-    rows: Tensor  # of the request table
-    starts: Tensor  # first position computed
-    counts: Tensor  # positions computed
-
-
-class MixedPlan(NamedTuple):
-    """A step with prompt rows; `sampling` [samplers] int64 are the table rows that decide a token."""
-
-    slots: Slots
-    asked: Tensor | None  # [samplers] int64; their places in `slots`; None: all of them, in order
-    sampling: Tensor
-    num_drafts: Tensor  # [samplers] int64; drafts verified
-    width: int  # logits rows of each sampler
-    longest: int | None  # rows of one request at most; None: all of the step's
-    max_seq_len: int
-
-    @property
-    def cu_rows(self) -> Tensor:
-        """[samplers + 1] int32; where the logits rows of each begin."""
-        return self.width * torch.arange(len(self.sampling) + 1, dtype=torch.int32, device=self.sampling.device)
 
 
 class Stages:
