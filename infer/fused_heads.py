@@ -1,7 +1,8 @@
 """The layers of a draft head by the fused kernels that the target's layers use, put in place from outside.
 
 A head's own code is plain PyTorch, for the trainer to differentiate. Serving a draft of one row, such code spends its
-time between kernels: here a layer is seven of them. Weights are packed in place, the modules' own become views.
+time between kernels: here a layer is seven of them. Weights are packed in place, the modules' own become views. What a
+head does in another way than those of `heads/`, it goes on doing itself.
 """
 
 import torch
@@ -9,45 +10,78 @@ from torch import Tensor
 
 from ..heads.base import Attend, DraftHead
 from ..heads.decoder import LayerParts
-from ..heads.layers import RMSNorm
+from ..heads.layers import Attention, Linear, RMSNorm, SwiGLU
 from ..kernels import dispatch
 from .attention import PagedAttend
-from .fusion import Norm, pack
+from .fusion import pack
 
 
 def fuse_head(head: DraftHead) -> None:
     """Replaces the parts of a head's layers, its norms and its output product; does nothing where that is done."""
     for module in head.modules():
-        if isinstance(module, LayerParts):
+        if isinstance(module, LayerParts) and _is_as_written(module):
             fused = module.__dict__.get("mix")
             if not (isinstance(fused, FusedMix) and fused.is_current):
                 module.__dict__["mix"] = FusedMix(module)
         elif type(module) is RMSNorm:
-            module.__dict__["forward"] = Norm(module.weight, module.eps, unit_offset=False)
-    vars(head)["project"] = project
+            module.__dict__["forward"] = FusedNorm(module)
+    if type(head).project is DraftHead.project:
+        vars(head)["project"] = project
+
+
+def _is_as_written(layer: LayerParts) -> bool:
+    """Whether a layer computes what `LayerParts` does, with the parts it makes: a subclass may change either."""
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = (*_packed(layer), attention.o_proj, mlp.down_proj)
+    norms = (attention.q_norm, attention.k_norm) if attention.has_qk_norm else ()
+    return (
+        type(layer).mix is LayerParts.mix
+        and (type(attention), type(mlp)) == (Attention, SwiGLU)
+        and all(type(linear) is Linear for linear in linears)
+        and all(type(norm) is RMSNorm for norm in norms)
+    )
+
+
+def _packed(layer: LayerParts) -> tuple[Linear, ...]:
+    """The projections whose weights are packed, in their order."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj
+
+
+class FusedNorm:
+    """`RMSNorm.forward` by the kernel that has no gradient; where one may be asked for, the norm's own code runs."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        self.norm = norm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return RMSNorm.forward(self.norm, x)
+        rows = x.reshape(-1, x.shape[-1])
+        return dispatch.rms_norm(rows, self.norm.weight, self.norm.eps).view(x.shape)
 
 
 class FusedMix:
-    """`LayerParts.mix` over paged planes; for any other `attend` the layer's own code runs."""
+    """`LayerParts.mix` over paged planes; for any other `attend`, or other weights, the layer's own code runs."""
 
     def __init__(self, layer: LayerParts) -> None:
         self.layer = layer
-        attention, mlp = layer.self_attn, layer.mlp
-        self.qkv_weight, self.qkv_bias = pack((attention.q_proj, attention.k_proj, attention.v_proj))
-        self.gate_up_weight, self.gate_up_bias = pack((mlp.gate_proj, mlp.up_proj))
+        self.qkv_weight, self.qkv_bias = pack(_packed(layer)[:3])
+        self.gate_up_weight, self.gate_up_bias = pack(_packed(layer)[3:])
+        self._views = [parameter.data for parameter in self._parameters()]
 
     @property
     def is_current(self) -> bool:
-        """Whether the layer's own weights still are views of the packed ones; a move to a device parts them."""
-        attention, mlp = self.layer.self_attn, self.layer.mlp
-        return (
-            attention.q_proj.weight.data_ptr() == self.qkv_weight.data_ptr()
-            and mlp.gate_proj.weight.data_ptr() == self.gate_up_weight.data_ptr()
-        )
+        """Whether the layer's own weights still are views of the packed ones; a move, a cast or a copy parts them."""
+        pairs = zip(self._parameters(), self._views, strict=True)
+        return all(own.data_ptr() == view.data_ptr() for own, view in pairs)
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for linear in _packed(self.layer) for parameter in linear.parameters()]
 
     def __call__(self, residual: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         layer, attention = self.layer, self.layer.self_attn
-        if not isinstance(attend, PagedAttend):
+        if not isinstance(attend, PagedAttend) or not self.is_current:
             return type(layer).mix(layer, residual, x, cos, sin, attend)
         plane = attend.plane(attention.layer)
         assert plane.v is not None
@@ -71,6 +105,8 @@ class FusedMix:
 
 def project(states: Tensor, weight: Tensor) -> Tensor:
     """`DraftHead.project` by the kernel of the target's output head: not rounded to half precision on the way."""
+    if torch.is_grad_enabled():
+        return DraftHead.project(states, weight)
     rows = states.reshape(-1, states.shape[-1])
     logits = dispatch.linear(rows, weight.to(rows.dtype), out_dtype=torch.promote_types(rows.dtype, torch.float32))
     return logits.view(*states.shape[:-1], len(weight))
