@@ -395,6 +395,7 @@ FAMILIES: dict[str, Family] = {
         },
         _nemotron(),
         reference.nemotron_h,
+        prefix="backbone.",
     ),
     "exaone_moe": Family(
         {
