@@ -20,6 +20,7 @@ from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.statistics import EngineStatistics
 from spectrain.infer.target import Target
 from spectrain.kernels import dispatch
+from spectrain.kernels.records import AttentionInputs
 from spectrain.tests.models import rand_llama
 
 CPU = torch.device("cpu")
@@ -144,8 +145,8 @@ def test_wrong_ngrams_print_no_figure(name, tmp_path, capsys, monkeypatch) -> No
     assert "no figure without a passing check: host = device" in refused(tmp_path, capsys, *arguments)
 
 
-def broken_attention(*arguments: Any, **keywords: Any) -> torch.Tensor:
-    return REAL_ATTENTION(*arguments, **keywords) * 1.2
+def broken_attention(inputs: AttentionInputs) -> torch.Tensor:
+    return REAL_ATTENTION(inputs) * 1.2
 
 
 def broken_verify(inputs: Any, **keywords: Any) -> Any:
@@ -172,7 +173,7 @@ def test_a_wrong_attention_kernel_prints_no_figure(tmp_path, capsys, monkeypatch
 
 
 def test_an_attention_kernel_of_nan_prints_no_figure(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(dispatch, "paged_attention", lambda q, *rest, **limits: torch.full_like(q, torch.nan))
+    monkeypatch.setattr(dispatch, "paged_attention", lambda inputs: torch.full_like(inputs.q, torch.nan))
     assert "attention" in refused(tmp_path, capsys, "attention", "--loads", "1x20x1", "--heads", "4,2,16")
 
 
@@ -201,8 +202,8 @@ def test_steps_that_say_other_things_than_eager_ones_print_no_figure(tmp_path, c
 
 
 def test_rows_that_passed_are_kept_when_a_later_one_is_refused(tmp_path, capsys, monkeypatch) -> None:
-    def breaks_when_long(*arguments: Any, **keywords: Any) -> torch.Tensor:
-        return (broken_attention if keywords["max_seq_len"] > 30 else REAL_ATTENTION)(*arguments, **keywords)
+    def breaks_when_long(inputs: AttentionInputs) -> torch.Tensor:
+        return (broken_attention if inputs.max_seq_len > 30 else REAL_ATTENTION)(inputs)
 
     monkeypatch.setattr(dispatch, "paged_attention", breaks_when_long)
     out = tmp_path / "a.json"
