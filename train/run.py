@@ -295,7 +295,7 @@ def git_sha(folder: Path) -> str | None:
 def without_paths(arguments: Sequence[str]) -> list[str]:
     """Arguments with local paths reduced to their last name, so that a published head tells nothing of its machine.
 
-    Paths behind an equals sign included, as in `--out=/home/me/head`.
+    Paths behind an equals sign included, as in `--out=/data/head`.
     """
     return ["=".join(_without_path(part) for part in text.split("=")) for text in arguments]
 

@@ -297,7 +297,7 @@ def test_what_the_optimizer_refuses_costs_no_head(
 
 
 def test_a_published_head_tells_nothing_of_its_machine() -> None:
-    given = ["fit", "--out=/home/me/head", "--shards", "/data/a", "--set", "a.b=~/x", "--set", "optimizer.lr=1e-3"]
+    given = ["fit", "--out=/data/head", "--shards", "/data/a", "--set", "a.b=~/x", "--set", "optimizer.lr=1e-3"]
     told = ["fit", "--out=head", "--shards", "a", "--set", "a.b=x", "--set", "optimizer.lr=1e-3"]
     assert without_paths(given) == told
 
