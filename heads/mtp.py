@@ -201,29 +201,42 @@ class MtpHead(DecoderHead):
 
     def start_from(self, model: Checkpoint) -> None:
         """Takes the layers of a checkpoint; raises HeadError naming the first tensor that is not there or not plain."""
-        wanted = self.state_dict()
-        missing = next((name for name in wanted if name not in model), None)
-        if missing is not None:
-            raise HeadError(
-                f"{model.name} must hold {missing} of its MTP layers, found none: commonly a quantiser dropped them; "
-                f"give the original checkpoint"
-            )
         tensors = {}
-        for name, like in wanted.items():
-            tensor = model.tensor(name)
-            if tensor.shape != like.shape or not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+        for name, like in self.state_dict().items():
+            packed = next((other for other in _packed(name) if other in model), None)
+            if name not in model and packed is None:
                 raise HeadError(
-                    f"{name} of {model.name} must be plain numbers of shape {list(like.shape)}, found {tensor.dtype} "
-                    f"of {list(tensor.shape)}; give a checkpoint that is not quantised"
+                    f"{model.name} must hold {name} of its MTP layers, found none: commonly a quantiser dropped them; "
+                    f"give the original checkpoint"
+                )
+            tensor = model.tensor(name if packed is None else packed)
+            if packed is not None or not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                raise HeadError(
+                    f"the MTP layers of {model.name} are quantised, found {packed or name} in {dtype}: they run in "
+                    f"bfloat16, float16 or float32; give the unquantised checkpoint, or use another method"
+                )
+            if tensor.shape != like.shape:
+                raise HeadError(
+                    f"{name} of {model.name} must have shape {list(like.shape)} by its config.json, found "
+                    f"{list(tensor.shape)}; fetch the model again"
                 )
             tensors[name] = tensor
         self.load_state_dict(tensors, strict=True)
 
 
+def _packed(name: str) -> list[str]:
+    """The names quantisers give what they made of a tensor."""
+    stem = name.removesuffix("weight")
+    return [f"{stem}qweight", f"{stem}weight_packed"] if stem != name else []
+
+
 def _blocks_of(config: MtpConfig, layout: MtpLayout, count: int) -> LibraryBlocks | PlainBlocks:
     if layout.library is None:
         return PlainBlocks(layout, config)
-    return LibraryBlocks(layout, config.block or config.serving_config(), config.target.num_layers if layout.goes_on else 0, count)
+    return LibraryBlocks(
+        layout, config.block or config.serving_config(), config.target.num_layers if layout.goes_on else 0, count
+    )
 
 
 def _count(key: str | None, model: Checkpoint) -> int:

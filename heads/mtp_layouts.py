@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-
 Feedback = Literal["normed", "raw"]
 """What a draft is fed of the one before it: its state behind the last norm, or before it."""
 

@@ -5,7 +5,7 @@ Names, those of published checkpoints, and shapes are written out here, apart fr
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -460,6 +460,7 @@ FAMILIES: dict[str, Family] = {
         },
         _nemotron(),
         reference.nemotron_h,
+        prefix="backbone.",
     ),
     "exaone_moe": Family(
         {
@@ -540,6 +541,9 @@ FAMILIES: dict[str, Family] = {
         layers=3,
     ),
 }
+
+FAMILIES["step3p7"] = replace(FAMILIES["step3p5"], outer={"model_type": "step3p7"})
+FAMILIES["intern_s2"] = replace(FAMILIES["qwen3_5_moe"], outer={"model_type": "intern_s2_preview"})
 
 
 def draw(shapes: Shapes, seed: int = 0) -> dict[str, Tensor]:
