@@ -48,7 +48,8 @@ class StreamsLayer(MtpLayer):
     The embedding is added to each; its decoder layer mixes them; for the output head they are weighed and summed.
     """
 
-    def __init__(self, layout: MtpLayout, kind: LibraryBlocks, first: int, vocab: int) -> None:
+    def __init__(self, layout: MtpLayout, kind: LibraryBlocks | PlainBlocks, first: int, vocab: int) -> None:
+        assert isinstance(kind, LibraryBlocks)
         super().__init__(layout, kind, first, vocab)
         self.num_streams: int = kind.config.hc_mult
         self.collapse = on_nothing(library_class(layout, "HyperHead"), kind.config)

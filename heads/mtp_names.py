@@ -1,8 +1,8 @@
 """The names a checkpoint gives the tensors of MTP layers, and those our modules give them.
 
 Ours are `layers.{i}.{part}.{rest}`, with parts `embedding_norm`, `hidden_norm`, `projection`, `blocks.{b}`,
-`final_norm`, `collapse` and `head`. One of our tensors is one of the checkpoint's, except for experts: the library holds
-all of them in one tensor, most checkpoints one by one.
+`final_norm`, `collapse` and `head`. One of our tensors is one of the checkpoint's, except for experts: we hold all of
+them in one tensor, as the library does, most checkpoints one by one.
 """
 
 import re

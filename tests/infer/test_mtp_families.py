@@ -151,15 +151,13 @@ def test_a_model_that_also_sees_is_loaded_for_its_texts(tmp_path: Path):
     saved = load_file(tmp_path / "model.safetensors")
     save_file({**saved, **tensors}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     target, params = Target.load(tmp_path, dtype=torch.float32), SamplingParams(max_tokens=NEW, ignore_eos=True)
-    assert target.name == str(tmp_path) and target.facts.vocab_size == 97
-    config = EngineConfig(num_draft_tokens=DRAFTS, num_blocks=50, block_size=4)
-    (drafted,) = Engine(target, proposer_of(head_of(tmp_path, target), target, DRAFTS), config).generate(
-        [[5, 9]], params
-    )
-    (plain,) = Engine(Target.from_model(model), NoneProposer(), EngineConfig(num_blocks=50, block_size=4)).generate(
-        [[5, 9]], params
-    )
-    assert drafted.token_ids == plain.token_ids
+    assert target.facts.vocab_size == 97
+    config, prompts = EngineConfig(num_draft_tokens=DRAFTS, num_blocks=50, block_size=4), [[5, 9]]
+    proposer = proposer_of(head_of(tmp_path, target), target, DRAFTS)
+    (drafted,) = Engine(target, proposer, config).generate(prompts, params)
+    plain = EngineConfig(num_blocks=50, block_size=4)
+    (expected,) = Engine(Target.from_model(model), NoneProposer(), plain).generate(prompts, params)
+    assert drafted.token_ids == expected.token_ids
 
 
 KERNELS = ("rope_store", "rms_norm", "gated_linear")
