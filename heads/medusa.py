@@ -94,7 +94,8 @@ class MedusaHead(PerStepHead):
 
     def forward(self, states: Tensor, token_ids: Tensor, step: int) -> DraftOutput:
         """The state of head `step`; no head looks at a token, and every head reads the target's state."""
-        return DraftOutput(self.blocks[step](states) * self.config.logit_scale, states)
+        scale, own = self.config.logit_scale, self.blocks[step](states)
+        return DraftOutput(own if scale == 1.0 else own * scale, states)
 
     def output_weight(self, target: TargetTensors, step: int = 0) -> Tensor:
         return self.lm_heads[0 if self.config.lm_head == "shared" else step].get_parameter("weight")

@@ -1,8 +1,11 @@
 """The layers of a draft head by the fused kernels that the target's layers use, put in place from outside.
 
-A head's own code is plain PyTorch, for the trainer to differentiate. Serving a draft of one row, such code spends its
-time between kernels: here a layer is seven of them. Weights are packed in place, the modules' own become views.
+A head's own code is plain PyTorch, for the trainer to differentiate, and still runs wherever gradients are recorded.
+Serving a draft of one row, such code spends its time between kernels: here a layer is seven of them. Weights are packed
+in place, the modules' own become views.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +15,7 @@ from ..heads.decoder import LayerParts
 from ..heads.layers import RMSNorm
 from ..kernels import dispatch
 from .attention import PagedAttend
-from .fusion import Norm, pack
+from .fusion import pack
 
 
 def fuse_head(head: DraftHead) -> None:
@@ -22,13 +25,28 @@ def fuse_head(head: DraftHead) -> None:
             fused = module.__dict__.get("mix")
             if not (isinstance(fused, FusedMix) and fused.is_current):
                 module.__dict__["mix"] = FusedMix(module)
-        elif type(module) is RMSNorm:
-            module.__dict__["forward"] = Norm(module.weight, module.eps, unit_offset=False)
-    vars(head)["project"] = project
+        elif isinstance(module, RMSNorm):
+            module.__dict__["forward"] = FusedNorm(module)
+    vars(head)["project"] = partial(project, head)
+
+
+class FusedNorm:
+    """The forward of an RMS norm, with a shift where the module has one."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        self.norm = norm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        norm = self.norm
+        if torch.is_grad_enabled():
+            return type(norm).forward(norm, x)
+        out = dispatch.rms_norm(x.reshape(-1, x.shape[-1]), norm.weight, norm.eps).view(x.shape)
+        shift = getattr(norm, "bias", None)
+        return out if shift is None else out + shift
 
 
 class FusedMix:
-    """`LayerParts.mix` over paged planes; for any other `attend` the layer's own code runs."""
+    """`LayerParts.mix` over paged planes; for any other `attend`, the layer's own code runs."""
 
     def __init__(self, layer: LayerParts) -> None:
         self.layer = layer
@@ -47,7 +65,7 @@ class FusedMix:
 
     def __call__(self, residual: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         layer, attention = self.layer, self.layer.self_attn
-        if not isinstance(attend, PagedAttend):
+        if not isinstance(attend, PagedAttend) or torch.is_grad_enabled():
             return type(layer).mix(layer, residual, x, cos, sin, attend)
         plane = attend.plane(attention.layer)
         assert plane.v is not None
@@ -69,8 +87,10 @@ class FusedMix:
         return dispatch.linear(gated, layer.mlp.down_proj.weight, layer.mlp.down_proj.bias, states)
 
 
-def project(states: Tensor, weight: Tensor) -> Tensor:
+def project(head: DraftHead, states: Tensor, weight: Tensor) -> Tensor:
     """`DraftHead.project` by the kernel of the target's output head: not rounded to half precision on the way."""
+    if torch.is_grad_enabled():
+        return type(head).project(head, states, weight)
     rows = states.reshape(-1, states.shape[-1])
     logits = dispatch.linear(rows, weight.to(rows.dtype), out_dtype=torch.promote_types(rows.dtype, torch.float32))
     return logits.view(*states.shape[:-1], len(weight))

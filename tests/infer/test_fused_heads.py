@@ -7,6 +7,7 @@ import torch
 
 from spectrain.heads.base import DraftHead
 from spectrain.heads.decoder import LayerParts
+from spectrain.heads.layers import RMSNorm
 from spectrain.infer import fused_heads
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.fused_heads import FusedMix, fuse_head
@@ -50,6 +51,13 @@ def drafted(head: DraftHead, target: Target) -> tuple[list[torch.Tensor], Engine
     return found, engine
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", head_recipes())
+def test_fused_says_what_the_own_code_says_on_a_gpu(recipe, monkeypatch) -> None:
+    target = Target.from_model(rand_llama(4, max_position_embeddings=96).cuda())
+    test_fused_says_what_the_own_code_says(recipe, target, monkeypatch)
+
+
 @pytest.mark.parametrize("recipe", head_recipes())
 def test_fused_says_what_the_own_code_says(recipe, target, monkeypatch) -> None:
     head = head_of(recipe, target)
@@ -87,6 +95,26 @@ def test_layers_are_fused_and_only_over_paged_planes(target, monkeypatch) -> Non
     cos, sin = head.get_submodule("rotary")(torch.arange(5).expand(2, 5))
     layers[0](embeds, states, cos, sin, lambda layer, q, k, v: q).sum().backward()
     assert not calls and states.grad is not None and states.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("recipe", head_recipes())
+def test_a_head_that_served_trains_on_by_its_own_code(recipe, target, monkeypatch) -> None:
+    head = head_of(recipe, target)
+    drafted(head, target)
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("a kernel without a gradient")
+
+    for name in ("linear", "gated_linear", "rms_norm", "rope_store"):
+        monkeypatch.setattr(fused_heads.dispatch, name, refuse)
+    hidden = head.config.target.hidden_size
+    states = torch.randn(3, hidden, requires_grad=True)
+    norms = [part for part in head.modules() if isinstance(part, RMSNorm) and len(part.weight) == hidden]
+    for norm in norms:
+        states = norm(states)
+    weight = torch.randn(7, hidden)
+    head.project(states, weight).sum().backward()
+    assert all(norm.weight.grad is not None for norm in norms)
 
 
 def test_what_was_fused_is_not_packed_again_unless_its_weights_moved(target) -> None:

@@ -61,6 +61,7 @@ def run(
     listener: Recorder | None = None,
     base: Sequence[str] = SMALL,
     recipe: str = "eagle3",
+    model: str | None = None,
 ) -> FitReport:
     """Trains in this process on the CPU."""
     folders = (shards,) if isinstance(shards, Path) else tuple(shards)
@@ -71,6 +72,7 @@ def run(
         resume=resume,
         overwrite=overwrite,
         device="cpu",
+        model=model,
         command=("spectrain",),
     )
     return fit(request, listener or Recorder())
