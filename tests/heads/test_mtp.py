@@ -221,7 +221,7 @@ def test_a_family_without_layers_we_know_is_named(model_type: str, message: str,
         MtpConfig.derive_from(FACTS, {}, Checkpoint(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "openpangu"])
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4", "openpangu"])
 def test_layers_the_engine_cannot_run_say_why(name: str, tmp_path: Path):
     family = FAMILIES[name]
     config = MtpConfig.derive_from(FACTS, {}, Checkpoint(write_checkpoint(tmp_path, family, draw(family.shapes))))
