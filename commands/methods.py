@@ -1,10 +1,12 @@
 """What `--method` may say: the drafting methods by name, the options each of them takes, and their proposers."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .heads import head_proposer, is_assistant, is_model, load_targets_own, load_trained
+from .heads import MODEL_METHODS, head_proposer, is_assistant, is_model, load_targets_own, load_trained
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,6 +61,8 @@ def check_one_device(options: "Options") -> None:
 def methods_of(options: "Options") -> list[str]:
     """The methods asked for, in order, each with what it needs; raises MethodError otherwise."""
     names = [] if options.method is None else [name.strip() for name in options.method.split(",")]
+    if "" in names:
+        raise MethodError(f"--method takes names between commas, found {options.method!r}; drop the empty one")
     doubled = next((name for name in names if names.count(name) > 1), None)
     if doubled is not None:
         raise MethodError(f"--method names {doubled!r} twice; name each method once")
@@ -74,7 +78,8 @@ def methods_of(options: "Options") -> list[str]:
         if other is not None:
             raise MethodError(f"{options.head} is a head for {own}, found --method {other}; drop --method")
     elif names != [PLAIN]:
-        raise MethodError(f"{', '.join(names)} drafts need no head, found --head; drop --head, or --method")
+        given = "--head" if options.draft_model is None else "--draft-model"
+        raise MethodError(f"{', '.join(names)} drafts need no head, found {given}; drop {given}, or --method")
     _check_options(options, names)
     if any(uses_suffix(name) for name in names):
         from ..infer.proposers.suffix import check_installed
@@ -120,6 +125,11 @@ def head_method(options: "Options", names: Sequence[str]) -> str:
     model = model_method(options.head, names)
     if model is not None:
         return model
+    if not names and is_model(options.head, MODEL_METHODS[0]):
+        raise MethodError(
+            f"{options.head} holds a config.json and no head written by `spectrain fit`; a language model drafts by "
+            f"--draft-model {options.head}"
+        )
     config = resolve(read_record(options.head)["config_class"], options.allow_package or ())
     return config.proposer.split(":")[0].split(".")[-1]
 
@@ -213,9 +223,19 @@ def proposer_maker(
 
 
 def load_suffix_cache(options: "Options", target: "Target") -> "list[np.ndarray]":
-    """The responses of --suffix-cache; none where the file is yet to be written."""
+    """The responses of --suffix-cache; none where the file is yet to be written.
+
+    Raises MethodError where it could not be written either, before a run would be lost to that.
+    """
     path = options.suffix_cache
-    if path is None or not path.exists():
+    if path is None:
+        return []
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise MethodError(
+            f"--suffix-cache must be a file in a folder that can be written, found {folder}; choose another"
+        )
+    if not path.exists():
         return []
     from ..infer.prompts import tokenizer_hash
     from ..infer.proposers.suffix_responses import load_responses
@@ -244,11 +264,21 @@ def save_suffix_cache(
 def _refuse_without_head(names: Sequence[str], with_head: Sequence[str]) -> None:
     if names and not with_head:
         return
-    wanted = f" for --method {with_head[0]}" if with_head else ""
+    first = with_head[0] if with_head else ""
+    own = first.removeprefix(WITH_SUFFIX)
+    if first != own and not (own and needs_head(own)):
+        raise MethodError(f"suffix+ joins the name of a head that drafts, found --method {first}; give one behind it")
+    if own in MODEL_METHODS:
+        raise MethodError(
+            f"expected a language model for --method {first}, found no --draft-model; give --draft-model DIR, or "
+            f"--head DIR written by `spectrain fit`"
+        )
+    near = get_close_matches(first.lower(), (PLAIN, SYNTHETIC, SUFFIX, *NGRAM, MTP, *MODEL_METHODS), 1)
     raise MethodError(
-        f"expected a draft head{wanted}, found no --head; give --head DIR written by `spectrain fit`, or a method that "
-        f"needs none: --method none to measure plain decoding, ngram, ngram_gpu, suffix, mtp where the target has such "
-        f"layers, custom:module:Class, synthetic"
+        f"expected a draft head{f' for --method {first}' if first else ''}, found no --head; give --head DIR written "
+        f"by `spectrain fit`, --draft-model DIR for a language model, or a method that needs neither"
+        f"{f' (is it {near[0]}?)' if near else ''}: --method none to measure plain decoding, ngram, ngram_gpu, suffix, "
+        f"mtp where the target has such layers, custom:module:Class, synthetic"
     )
 
 
@@ -269,6 +299,11 @@ def _check_options(options: "Options", names: Sequence[str]) -> None:
                 f"--{given.replace('_', '-')} is for {methods}, found --method {', '.join(names)}; drop it, or name "
                 f"the method"
             )
+    if options.draft_sampling != "greedy" and not any(needs_head(name) for name in names):
+        raise MethodError(
+            f"--draft-sampling {options.draft_sampling} is for heads, found --method {', '.join(names)}, whose drafts "
+            f"come from no law; drop it"
+        )
     if any(name in NGRAM for name in names):
         _ngram_rule(options)
     if any(uses_suffix(name) for name in names):

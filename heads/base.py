@@ -215,7 +215,8 @@ class DraftHead(nn.Module, ABC):
         """Draft logits [..., draft_vocab] float32."""
         return self.project(logits_states, self.output_weight(target))
 
-    def project(self, states: Tensor, weight: Tensor) -> Tensor:
+    @staticmethod
+    def project(states: Tensor, weight: Tensor) -> Tensor:
         """States [..., hidden] times an output matrix [draft_vocab, hidden], as float32."""
         return nn.functional.linear(states, weight.to(states.dtype)).float()
 

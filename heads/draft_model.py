@@ -88,7 +88,7 @@ class DraftModelConfig(DecoderConfig):
         if family is None:
             raise HeadError(
                 f"a draft model can start from models of type {', '.join(FAMILIES)}, found {model.model_type}; give "
-                f"--model a smaller one of these types with the target's tokenizer"
+                f"a smaller one of these types, best of the target's tokenizer"
             )
         own = (model.num_layers, model.hidden_size) == (target.num_layers, target.hidden_size)
         if "source_layers" in wanted:
@@ -253,8 +253,8 @@ def _check_shape(model: ModelFolder) -> None:
     for fault, there in faults.items():
         if there:
             raise HeadError(
-                f"a draft model is a Llama or Qwen of full attention, found {model.name} to have {fault}; give --model "
-                f"another one"
+                f"a draft model is a Llama or Qwen of full attention, found {model.name} to have {fault}; give another "
+                f"one"
             )
 
 

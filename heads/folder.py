@@ -135,7 +135,10 @@ def _replace(path: Path, write: Any) -> None:
     """Writes to a temporary name beside `path`, syncs and renames, so that no reader ever sees half a file."""
     temporary = path.with_name(path.name + ".tmp")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
         write(temporary)
+        os.chmod(temporary, mode)  # safetensors writes for its owner's eyes alone; a server may be another user
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

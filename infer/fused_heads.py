@@ -1,18 +1,17 @@
 """The layers of a draft head by the fused kernels that the target's layers use, put in place from outside.
 
-A head's own code is plain PyTorch, for the trainer to differentiate, and still runs wherever gradients are recorded.
-Serving a draft of one row, such code spends its time between kernels: here a layer is seven of them. Weights are packed
-in place, the modules' own become views.
+A head's own code is plain PyTorch, for the trainer to differentiate. Serving a draft of one row, such code spends its
+time between kernels: here a layer is seven of them. Weights are packed in place, the modules' own become views. What a
+head does in another way than those of `heads/`, it goes on doing itself.
 """
-
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..heads.base import Attend, DraftHead
 from ..heads.decoder import LayerParts
-from ..heads.layers import RMSNorm
+from ..heads.layers import Attention, Linear, RMSNorm, SwiGLU
+from ..heads.mlp_speculator import ShiftedRMSNorm
 from ..kernels import dispatch
 from .attention import PagedAttend
 from .fusion import pack
@@ -21,17 +20,37 @@ from .fusion import pack
 def fuse_head(head: DraftHead) -> None:
     """Replaces the parts of a head's layers, its norms and its output product; does nothing where that is done."""
     for module in head.modules():
-        if isinstance(module, LayerParts):
+        if isinstance(module, LayerParts) and _is_as_written(module):
             fused = module.__dict__.get("mix")
             if not (isinstance(fused, FusedMix) and fused.is_current):
                 module.__dict__["mix"] = FusedMix(module)
-        elif isinstance(module, RMSNorm):
+        elif type(module) in (RMSNorm, ShiftedRMSNorm):
             module.__dict__["forward"] = FusedNorm(module)
-    vars(head)["project"] = partial(project, head)
+    if type(head).project is DraftHead.project:
+        vars(head)["project"] = project
+
+
+def _is_as_written(layer: LayerParts) -> bool:
+    """Whether a layer computes what `LayerParts` does, with the parts it makes: a subclass may change either."""
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = (*_packed(layer), attention.o_proj, mlp.down_proj)
+    norms = (attention.q_norm, attention.k_norm) if attention.has_qk_norm else ()
+    return (
+        type(layer).mix is LayerParts.mix
+        and (type(attention), type(mlp)) == (Attention, SwiGLU)
+        and all(type(linear) is Linear for linear in linears)
+        and all(type(norm) is RMSNorm for norm in norms)
+    )
+
+
+def _packed(layer: LayerParts) -> tuple[Linear, ...]:
+    """The projections whose weights are packed, in their order."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj
 
 
 class FusedNorm:
-    """The forward of an RMS norm, with a shift where the module has one."""
+    """The forward of a norm by the kernel that has no gradient; where one may be asked for, its own code runs."""
 
     def __init__(self, norm: RMSNorm) -> None:
         self.norm = norm
@@ -41,31 +60,30 @@ class FusedNorm:
         if torch.is_grad_enabled():
             return type(norm).forward(norm, x)
         out = dispatch.rms_norm(x.reshape(-1, x.shape[-1]), norm.weight, norm.eps).view(x.shape)
-        shift = getattr(norm, "bias", None)
-        return out if shift is None else out + shift
+        return out + norm.bias if isinstance(norm, ShiftedRMSNorm) else out
 
 
 class FusedMix:
-    """`LayerParts.mix` over paged planes; for any other `attend`, the layer's own code runs."""
+    """`LayerParts.mix` over paged planes; for any other `attend`, or other weights, the layer's own code runs."""
 
     def __init__(self, layer: LayerParts) -> None:
         self.layer = layer
-        attention, mlp = layer.self_attn, layer.mlp
-        self.qkv_weight, self.qkv_bias = pack((attention.q_proj, attention.k_proj, attention.v_proj))
-        self.gate_up_weight, self.gate_up_bias = pack((mlp.gate_proj, mlp.up_proj))
+        self.qkv_weight, self.qkv_bias = pack(_packed(layer)[:3])
+        self.gate_up_weight, self.gate_up_bias = pack(_packed(layer)[3:])
+        self._views = [parameter.data for parameter in self._parameters()]
 
     @property
     def is_current(self) -> bool:
-        """Whether the layer's own weights still are views of the packed ones; a move to a device parts them."""
-        attention, mlp = self.layer.self_attn, self.layer.mlp
-        return (
-            attention.q_proj.weight.data_ptr() == self.qkv_weight.data_ptr()
-            and mlp.gate_proj.weight.data_ptr() == self.gate_up_weight.data_ptr()
-        )
+        """Whether the layer's own weights still are views of the packed ones; a move, a cast or a copy parts them."""
+        pairs = zip(self._parameters(), self._views, strict=True)
+        return all(own.data_ptr() == view.data_ptr() for own, view in pairs)
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for linear in _packed(self.layer) for parameter in linear.parameters()]
 
     def __call__(self, residual: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         layer, attention = self.layer, self.layer.self_attn
-        if not isinstance(attend, PagedAttend) or torch.is_grad_enabled():
+        if not isinstance(attend, PagedAttend) or torch.is_grad_enabled() or not self.is_current:
             return type(layer).mix(layer, residual, x, cos, sin, attend)
         plane = attend.plane(attention.layer)
         assert plane.v is not None
@@ -87,10 +105,10 @@ class FusedMix:
         return dispatch.linear(gated, layer.mlp.down_proj.weight, layer.mlp.down_proj.bias, states)
 
 
-def project(head: DraftHead, states: Tensor, weight: Tensor) -> Tensor:
+def project(states: Tensor, weight: Tensor) -> Tensor:
     """`DraftHead.project` by the kernel of the target's output head: not rounded to half precision on the way."""
     if torch.is_grad_enabled():
-        return type(head).project(head, states, weight)
+        return DraftHead.project(states, weight)
     rows = states.reshape(-1, states.shape[-1])
     logits = dispatch.linear(rows, weight.to(rows.dtype), out_dtype=torch.promote_types(rows.dtype, torch.float32))
     return logits.view(*states.shape[:-1], len(weight))

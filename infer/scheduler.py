@@ -62,10 +62,11 @@ class Scheduler:
     def register(self, request: Request) -> None:
         """Lets later requests share the blocks that a committed step filled.
 
-        Rows 0..num_computed-1 must be final and written, or queued to be written, in every plane. A request that failed
-        shares nothing more.
+        Rows 0..num_computed-1 must be final and written, or queued to be written, in every plane; a plane whose rows
+        depend on n following tokens may lag n - 1 rows behind. A request that failed shares nothing more.
         """
-        full = min(request.num_computed // self.pool.block_size, len(request.block_table))
+        lag = max(self.pool.next_token - 1, 0)
+        full = min(max(request.num_computed - lag, 0) // self.pool.block_size, len(request.block_table))
         if full <= request.num_registered or request.finish_reason is FinishReason.ERROR:
             return
         self.pool.extend_keys(request.block_keys, request.token_ids)

@@ -6,6 +6,7 @@ dataclass. Nothing of ours is imported here.
 
 import dataclasses
 import difflib
+import math
 import re
 import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -100,10 +101,13 @@ def check_fields(cls: type, values: Mapping[str, Any], section: str, allowed: Co
         if key not in allowed:
             raise RecipeError(unknown_key(f"{section}.{key}", [f"{section}.{name}" for name in allowed]))
         try:
-            checked[key] = TypeAdapter(hints[key]).validate_python(value)
+            # only an exact match makes a truth value: `true` is no number
+            checked[key] = TypeAdapter(hints[key]).validate_python(value, strict=isinstance(value, bool) or None)
         except ValidationError as error:
             detail = error.errors()[0]["msg"].lower()
             raise RecipeError(f"{section}.{key} has a wrong value, found {value!r}: {detail}") from error
+        if isinstance(checked[key], float) and not math.isfinite(checked[key]):
+            raise RecipeError(f"{section}.{key} has a wrong value, found {value!r}: input should be a finite number")
     return checked
 
 

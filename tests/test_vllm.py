@@ -76,7 +76,9 @@ CASES = {
     "medusa": Case("medusa", (f"head.num_heads={K}",), {"method": "medusa"}),
     # with more layers vLLM's CPU build norms the keys of all by the first one's weight
     "block": Case(
-        "dflash", ("head.layer_ids=[1,2,3]", f"head.block_size={K + 1}", "stopping.epochs=20", *BLOCK), {"method": "dflash"}
+        "dflash",
+        ("head.layer_ids=[1,2,3]", f"head.block_size={K + 1}", "stopping.epochs=20", *BLOCK),
+        {"method": "dflash"},
     ),
     "small model": Case("draft_model", ("head.num_layers=2",), {"method": "draft_model"}, needs_model=True),
     "masks": Case(
@@ -85,7 +87,7 @@ CASES = {
         {"method": "draft_model", "parallel_drafting": True},
         needs_model=True,
     ),
-}  # fmt: skip
+}
 
 
 class Texts(NamedTuple):

@@ -95,12 +95,6 @@ def fit(request: FitRequest, listener: Listener) -> FitReport:
         head = continued_head(assembly, request.start_from)
     else:
         head = new_head(assembly, shards)
-    # only now: what is refused until here must not cost the head that lies there
-    launch.run_on_main(accelerator, lambda: _prepare_folder(request, checkpoints))
-    launch.run_on_main(
-        accelerator, lambda: (run / "recipe.yaml").write_text(assembly.recipe.to_yaml(), encoding="utf-8")
-    )
-
     autocast = DTYPES["bfloat16" if accelerator.device.type == "cuda" else "float32"]
     if request.dtype != "auto":
         autocast = DTYPES[request.dtype]
@@ -108,6 +102,11 @@ def fit(request: FitRequest, listener: Listener) -> FitReport:
     target = shards.target_tensors().to(accelerator.device, autocast or torch.float32)
     module = HeadWithObjective(head, assembly.objective, autocast)
     stepper = Stepper(accelerator, module, target, assembly.optimizer, assembly.data.micro_batch_size)
+    # only now: what is refused until here must not cost the head that lies there
+    launch.run_on_main(accelerator, lambda: _prepare_folder(request, checkpoints))
+    launch.run_on_main(
+        accelerator, lambda: (run / "recipe.yaml").write_text(assembly.recipe.to_yaml(), encoding="utf-8")
+    )
     trainer = _trainer(assembly, shards, stepper, run, found, speaker)
     if found:
         checkpoint.load(found.folder, stepper, head, found.state)
@@ -294,8 +293,12 @@ def git_sha(folder: Path) -> str | None:
 
 
 def without_paths(arguments: Sequence[str]) -> list[str]:
-    """Arguments with local paths reduced to their last name, so that a published head tells nothing of its machine."""
-    return [
-        Path(text).name if Path(text).is_absolute() or text.startswith(("./", "../", "~")) else text
-        for text in arguments
-    ]
+    """Arguments with local paths reduced to their last name, so that a published head tells nothing of its machine.
+
+    Paths behind an equals sign included, as in `--out=/home/me/head`.
+    """
+    return ["=".join(_without_path(part) for part in text.split("=")) for text in arguments]
+
+
+def _without_path(text: str) -> str:
+    return Path(text).name if Path(text).is_absolute() or text.startswith(("./", "../", "~")) else text

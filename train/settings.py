@@ -27,6 +27,9 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         _require(self.lr > 0, "optimizer.lr", "above 0", self.lr)
+        _require(all(0 <= beta < 1 for beta in self.betas), "optimizer.betas", "at least 0 and below 1", self.betas)
+        for name in ("eps", "weight_decay"):
+            _require(getattr(self, name) >= 0, f"optimizer.{name}", "at least 0", getattr(self, name))
         for name in ("clip_norm", "clip_value"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"optimizer.{name}", "above 0 or null", value)
@@ -61,7 +64,8 @@ class DataSettings:
         _require(
             0 <= self.validation_share < 1, "data.validation_share", "at least 0 and below 1", self.validation_share
         )
-        _require(self.seed >= 0, "data.seed", "at least 0", self.seed)
+        for name in ("max_validation_documents", "seed"):
+            _require(getattr(self, name) >= 0, f"data.{name}", "at least 0", getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,8 @@ class Requirements:
 
     layer_ids: tuple[int, ...] = ()  # hidden states captured at these ids, ascending; id L is the raw last state
     planes: tuple[PlaneSpec, ...] = ()  # over the requests' own block tables
-    next_token: int = 0  # how many tokens after t row t of its planes depends on: prefix-cache keys then include them
+    next_token: int = 0  # how many tokens after t row t of its planes depends on: prefix-cache keys then include them,
+    # and a block is offered once the rows that bring them are computed
     lookahead: int = 0  # slots beyond the last token that `propose` writes to
     fixed_lookahead: bool = False  # all of them for any draft, however few there is room for
     draft_laws: bool = False  # whether drafts carry the law they were drawn from

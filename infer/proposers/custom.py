@@ -39,7 +39,7 @@ class CustomProposer(Proposer):
             self._fail("while it was constructed", error)
         if not callable(getattr(self._inner, "propose", None)):
             raise ProposerError(f"{path} needs a method `propose`, found none; see docs/custom-proposers.md")
-        layer_ids = tuple(getattr(self._inner, "layer_ids", ()))
+        layer_ids = _layer_ids(path, getattr(self._inner, "layer_ids", ()))
         takes = inspect.signature(self._inner.propose).parameters
         rest = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
         self._keywords = [name for name in ("slot_mappings", "request_ids") if rest or name in takes]
@@ -135,6 +135,17 @@ class CustomProposer(Proposer):
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
         raise ProposerError(f"{self.name} failed {when}: {type(error).__name__}: {error} ({place})") from error
+
+
+def _layer_ids(path: str, found: Any) -> tuple[int, ...]:
+    """What a class asks for; the engine gives layers in ascending order, so that another one is a mistake."""
+    try:
+        layer_ids = tuple(operator.index(layer) for layer in found)
+    except TypeError:
+        layer_ids = None
+    if layer_ids is None or list(layer_ids) != sorted(set(layer_ids)):
+        raise ProposerError(f"{path} must name `layer_ids` as ascending numbers of layers, found {found!r}; change it")
+    return layer_ids
 
 
 def load_class(path: str) -> Any:

@@ -132,7 +132,17 @@ def test_what_a_warm_up_said_is_not_known_to_the_measured_run(model, prompts, tm
         (["--method", "medusa"], "--method medusa"),
         (["--method", "ngram,medusa"], "--method medusa"),
         (["--method", "ngramm"], "--method ngramm"),
-        (["--method", "suffix+ngram"], "--method suffix+ngram"),
+        (["--method", "ngramm"], "is it ngram?"),
+        (["--method", "ngram,"], "names between commas, found 'ngram,'"),
+        (["--method", ""], "names between commas, found ''"),
+        (["--method", "suffix+"], "suffix+ joins the name of a head that drafts"),
+        (["--method", "suffix+ngram"], "suffix+ joins the name of a head that drafts, found --method suffix+ngram"),
+        (["--method", "draft_model"], "found no --draft-model; give --draft-model DIR"),
+        (["--method", "suffix+pard"], "found no --draft-model"),
+        (
+            ["--method", "ngram,none", "--draft-sampling", "probabilistic"],
+            "--draft-sampling probabilistic is for heads",
+        ),
         (["--method", "suffix+eagle3"], "--method suffix+eagle3"),
         (["--method", "ngram,suffix,ngram"], "'ngram' twice"),
         (["--method", "custom:nowhere:X"], "custom:nowhere:X cannot be imported"),
@@ -184,6 +194,14 @@ def test_another_heads_name_is_refused(model, head, prompts, tmp_path, capsys) -
         assert f"is a head for eagle3, found --method {method}" in one_line(code, error)
     code, _, error = run(capsys, *arguments, "--method", "ngram")
     assert "need no head, found --head" in one_line(code, error)
+
+
+def test_a_language_model_is_asked_for_by_its_own_option(model, prompts, tmp_path, capsys) -> None:
+    arguments = ("--model", model, "--prompts", prompts, "--out", tmp_path / "r")
+    code, _, error = run(capsys, *arguments, "--head", model)
+    assert f"drafts by --draft-model {model}" in one_line(code, error)
+    code, _, error = run(capsys, *arguments, "--draft-model", model, "--method", "ngram")
+    assert "need no head, found --draft-model; drop --draft-model" in one_line(code, error)
 
 
 def test_suffix_without_its_package_names_the_extra(model, prompts, tmp_path, capsys, monkeypatch) -> None:
@@ -243,6 +261,14 @@ def test_draft_tokens_by_method() -> None:
     given = options._replace(num_draft_tokens=7)
     assert {draft_tokens(name, given, record).engine for name in found} == {0, 7}
     assert draft_tokens("suffix", options._replace(suffix_max_depth=9), {}) == DraftTokens(9, 0)
+
+
+@NEEDS_SUFFIX
+def test_a_suffix_cache_that_cannot_be_written_is_refused_before_the_run(model, prompts, tmp_path, capsys) -> None:
+    arguments = ("--model", model, "--prompts", prompts, "--method", "suffix", "--out", tmp_path / "r")
+    code, _, error = run(capsys, *arguments, "--suffix-cache", prompts / "cache")
+    assert f"--suffix-cache must be a file in a folder that can be written, found {prompts};" in one_line(code, error)
+    assert not (tmp_path / "r").exists()
 
 
 @NEEDS_SUFFIX

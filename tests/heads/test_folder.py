@@ -66,6 +66,11 @@ def test_wrong_tensors_are_named(folder: Path, change: Callable, words: str) -> 
         load_head(folder)
 
 
+def test_whoever_may_read_the_config_may_read_the_weights(folder: Path) -> None:
+    modes = {path.name: path.stat().st_mode for path in folder.iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"] == modes["spectrain.json"]
+
+
 def test_a_head_nobody_filled_is_not_written(tmp_path: Path) -> None:
     config = Eagle3Config.derive(TargetFacts.from_config(rand_llama().config), {})
     with pytest.raises(HeadError, match="every parameter must be finite"):

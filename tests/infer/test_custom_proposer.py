@@ -187,7 +187,14 @@ def test_classes_that_are_not_there_or_do_not_fit(target, module) -> None:
         def propose(self, sampled_token_ids, num_tokens_no_spec, token_ids_cpu, hidden_states):
             return []
 
+    def asking(found: object) -> type:
+        return type("Asking", (Greedy,), {"layer_ids": found})
+
     for kind, expected in (
+        (asking(1), "ascending numbers of layers, found 1;"),
+        (asking(("1",)), r"ascending numbers of layers, found \('1',\)"),
+        (asking((2, 0)), r"ascending numbers of layers, found \(2, 0\)"),
+        (asking((1, 1)), r"ascending numbers of layers, found \(1, 1\)"),
         (Silent, "needs a method `propose`"),
         (Broken, "while it was constructed: RuntimeError: no luck"),
         (Blind, "one without the other"),

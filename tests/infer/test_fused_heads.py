@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from spectrain.heads.base import DraftHead
+from spectrain.heads.base import DraftHead, DraftRows
 from spectrain.heads.decoder import LayerParts
-from spectrain.heads.layers import RMSNorm
+from spectrain.heads.layers import Linear, SwiGLU
 from spectrain.infer import fused_heads
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.fused_heads import FusedMix, fuse_head
@@ -97,26 +97,6 @@ def test_layers_are_fused_and_only_over_paged_planes(target, monkeypatch) -> Non
     assert not calls and states.grad is not None and states.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("recipe", head_recipes())
-def test_a_head_that_served_trains_on_by_its_own_code(recipe, target, monkeypatch) -> None:
-    head = head_of(recipe, target)
-    drafted(head, target)
-
-    def refuse(*arguments: object) -> None:
-        raise AssertionError("a kernel without a gradient")
-
-    for name in ("linear", "gated_linear", "rms_norm", "rope_store"):
-        monkeypatch.setattr(fused_heads.dispatch, name, refuse)
-    hidden = head.config.target.hidden_size
-    states = torch.randn(3, hidden, requires_grad=True)
-    norms = [part for part in head.modules() if isinstance(part, RMSNorm) and len(part.weight) == hidden]
-    for norm in norms:
-        states = norm(states)
-    weight = torch.randn(7, hidden)
-    head.project(states, weight).sum().backward()
-    assert all(norm.weight.grad is not None for norm in norms)
-
-
 def test_what_was_fused_is_not_packed_again_unless_its_weights_moved(target) -> None:
     head = head_of("draft_model", target)
     layer = next(part for part in head.modules() if isinstance(part, LayerParts))
@@ -133,3 +113,96 @@ def test_what_was_fused_is_not_packed_again_unless_its_weights_moved(target) -> 
     with torch.no_grad():
         layer.self_attn.q_proj.weight.fill_(2.0)
     assert (vars(layer)["mix"].qkv_weight[: layer.self_attn.q_proj.out_features] == 2.0).all()
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj"])
+def test_weights_put_elsewhere_are_served_and_packed_again(name, target) -> None:
+    head = head_of("eagle3", target)
+    drafted(head, target)
+    layer = head.get_submodule("layers.0")
+    first = vars(layer)["mix"]
+    linear = layer.get_submodule(f"self_attn.{name}")
+    linear.weight = torch.nn.Parameter(linear.weight.detach() * -3.0)
+    expected, _ = drafted(copy.deepcopy(head), target)
+    assert not first.is_current
+    served, _ = drafted(head, target)
+    assert vars(layer)["mix"] is not first
+    assert all(torch.equal(one, other) for one, other in zip(served, expected, strict=True))
+
+
+def test_a_running_engine_never_drafts_with_weights_that_the_head_no_longer_has(target) -> None:
+    head = head_of("eagle3", target)
+    proposer = proposer_of(head, target, K)
+    changed = {name: tensor * -0.5 for name, tensor in head.state_dict().items() if name.endswith("weight")}
+    fresh = copy.deepcopy(head)
+    for one in (head, fresh):
+        one.load_state_dict(changed, strict=False, assign=True)
+    expected = proposer_of(fresh, target, K)
+    config = EngineConfig(num_blocks=24, block_size=4, num_draft_tokens=K, max_batch_tokens=32)
+    found = []
+    for one in (proposer, expected):
+        logits: list[torch.Tensor] = []
+        own = one.head.logits
+        vars(one.head)["logits"] = lambda *a, own=own, logits=logits: (logits.append(own(*a)), logits[-1])[1]
+        Engine(target, one, config).generate([[5, 6, 7, 8]], [SamplingParams(max_tokens=8, ignore_eos=True)])
+        del vars(one.head)["logits"]
+        found.append(torch.cat(logits))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=2e-4)
+
+
+class Halving(LayerParts):
+    """Another way to mix."""
+
+    def mix(self, residual, x, cos, sin, attend):
+        return super().mix(residual, x, cos, sin, attend) / 2
+
+
+class Gelu(SwiGLU):
+    """Another gate."""
+
+    def forward(self, x):
+        return self.down_proj(torch.nn.functional.gelu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Doubled(Linear):
+    """A projection that does more than multiply."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [("layers.1", Halving), ("layers.1.mlp", Gelu), ("layers.1.self_attn.v_proj", Doubled), ("", None)],
+)
+def test_what_a_head_does_otherwise_is_served_as_it_does_it(part, kind, target, monkeypatch) -> None:
+    head = head_of("eagle3", target, num_layers=2)
+    plain, _ = drafted(copy.deepcopy(head), target)
+    module = head.get_submodule(part)
+    if kind is None:
+        kind = type("Capped", (type(head),), {"project": lambda self, *factors: DraftHead.project(*factors) / 7})
+    elif kind is Halving:
+        kind = type("HalvingLayer", (Halving, type(module)), {})
+    module.__class__ = kind
+    fused, _ = drafted(copy.deepcopy(head), target)
+    monkeypatch.setattr("spectrain.infer.proposers.feature.fuse_head", lambda head: None)
+    own, _ = drafted(head, target)
+    torch.testing.assert_close(torch.cat(fused), torch.cat(own), rtol=1e-4, atol=2e-4)
+    assert not torch.equal(own[0], plain[0])
+    fuse_head(head)
+    assert isinstance(vars(head.get_submodule("layers.0"))["mix"], FusedMix)
+
+
+def test_a_head_that_served_still_learns_where_kernels_have_no_gradient(target, monkeypatch) -> None:
+    head = head_of("eagle3", target)
+    drafted(head, target)
+    for name in ("rms_norm", "linear", "gated_linear"):
+        kernel = getattr(fused_heads.dispatch, name)
+        monkeypatch.setattr(fused_heads.dispatch, name, lambda *a, kernel=kernel, **k: kernel(*a, **k).detach())
+    hidden = head.config.target.hidden_size
+    rows = DraftRows(torch.randn(2, 5, hidden), torch.randn(2, 5, hidden), torch.arange(5).expand(2, 5))
+    output = head(rows, lambda layer, q, k, v: q)
+    head.logits(output.logits_states, target.tensors()).sum().backward()
+    for name, parameter in head.named_parameters():
+        if not any(part in name for part in ("fc.", "k_proj", "v_proj")):
+            assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name

@@ -9,6 +9,7 @@ from spectrain.infer.proposers.mtp import moved_back
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
 from spectrain.tests.fresh import loud_proposer
+from spectrain.tests.infer.block_invariants import WatchedEngine
 from spectrain.tests.infer.proposers import keep_drafts
 from spectrain.tests.models import rand_llama
 
@@ -30,6 +31,25 @@ def test_a_cached_beginning_is_used_only_where_the_tokens_a_deeper_layer_read_ar
         assert engine.statistics.cached_prompt_tokens == (4 if cached else 0), "the second full block is not the same"
         seen.append(drafts)
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("num_layers", [2, 3])
+def test_a_block_is_offered_once_the_deeper_layers_have_filled_it(num_layers: int):
+    """Prompts in pieces that end with a block: its last rows of layer k are made k rows later.
+
+    A request that begins behind such a block makes those rows again, the same but for rounding.
+    """
+
+    class Watched(WatchedEngine):
+        rounding = 1e-3
+
+    target = Target.from_model(rand_llama(max_position_embeddings=128))
+    proposer = loud_proposer("mtp", target, 3, num_layers=num_layers)
+    config = EngineConfig(num_draft_tokens=3, num_blocks=60, block_size=4, max_batch_tokens=8)
+    engine = Watched(target, proposer, config)
+    texts = [list(range(5, 22 + i)) for i in range(3)]
+    engine.generate(texts, SamplingParams(max_tokens=8, ignore_eos=True))
+    assert engine.statistics.cached_prompt_tokens > 0
 
 
 @pytest.mark.parametrize("by", [1, 2, 3])

@@ -1,5 +1,6 @@
 """Recipes: merging, origins, and keys nobody reads."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -107,6 +108,12 @@ def test_build_converts_and_refuses() -> None:
             build(Settings, values, "s")
     with pytest.raises(ValueError, match="above 0"):
         build(Settings, {"lr": -1}, "s")
+
+
+@pytest.mark.parametrize("values", [{"lr": True}, {"lr": 1, "steps": True}, {"lr": math.inf}, {"lr": math.nan}])
+def test_truth_values_and_infinities_are_no_numbers(values: dict[str, object]) -> None:
+    with pytest.raises(RecipeError, match=r"s\.(lr|steps) has a wrong value"):
+        build(Settings, values, "s")
 
 
 def test_check_fields_takes_only_allowed_names() -> None:

@@ -19,6 +19,8 @@ from spectrain.tests.train.runs import Recorder, arguments, environment, launch,
 from spectrain.train import checkpoint, trainer
 from spectrain.train.checkpoint import CheckpointError, CheckpointFolder
 from spectrain.train.log import read_metrics
+from spectrain.train.run import without_paths
+from spectrain.train.settings import SettingsError
 
 STEPS = 6  # of the small recipe on these shards
 EVENTS = 30  # fsyncs and renames of its checkpoints, at least
@@ -265,6 +267,7 @@ def test_an_occupied_folder_is_kept_unless_told(shards: Path, unbroken: Path, tm
     [
         ("head.draft_vocab_size=1", {"overwrite": True}),
         ("head.layer_ids=[0,1,2]", {"overwrite": True}),
+        ("optimizer.betas=[0.9,1.5]", {"overwrite": True}),
         ("stopping.max_steps=1", {"overwrite": True, "resume": True}),
     ],
 )
@@ -276,6 +279,27 @@ def test_what_is_refused_costs_no_head(
     with pytest.raises(ValueError):
         run(shards, out, change, **options)
     assert (out / "model.safetensors").is_file() and checkpoints(out) == checkpoints(unbroken)
+
+
+def test_what_the_optimizer_refuses_costs_no_head(
+    shards: Path, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(unbroken, out)
+
+    def refuse(*_: object) -> None:
+        raise SettingsError("DeepSpeed clips by norm only")
+
+    monkeypatch.setattr("spectrain.train.run.Stepper", refuse)
+    with pytest.raises(SettingsError):
+        run(shards, out, overwrite=True)
+    assert (out / "model.safetensors").is_file() and checkpoints(out) == checkpoints(unbroken)
+
+
+def test_a_published_head_tells_nothing_of_its_machine() -> None:
+    given = ["fit", "--out=/home/me/head", "--shards", "/data/a", "--set", "a.b=~/x", "--set", "optimizer.lr=1e-3"]
+    told = ["fit", "--out=head", "--shards", "a", "--set", "a.b=x", "--set", "optimizer.lr=1e-3"]
+    assert without_paths(given) == told
 
 
 def test_a_file_in_the_way_is_named(shards: Path, tmp_path: Path) -> None:

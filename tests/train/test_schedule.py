@@ -1,5 +1,7 @@
 """The learning rate by optimizer step, in closed form."""
 
+from typing import Any
+
 import pytest
 
 from spectrain.train.schedule import learning_rate, warmup_steps
@@ -31,8 +33,19 @@ def test_warm_up_counts_optimizer_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"lr": 0.0}, {"clip_norm": 0.0}, {"warmup_share": 1.0}, {"warmup_steps": -1}, {"final_lr_share": 2.0}]
+    "wrong",
+    [
+        {"lr": 0.0},
+        {"betas": (0.9, 1.0)},
+        {"betas": (-0.1, 0.9)},
+        {"eps": -1e-8},
+        {"weight_decay": -0.1},
+        {"clip_norm": 0.0},
+        {"warmup_share": 1.0},
+        {"warmup_steps": -1},
+        {"final_lr_share": 2.0},
+    ],
 )
-def test_settings_out_of_range_name_their_key(wrong: dict[str, float]) -> None:
+def test_settings_out_of_range_name_their_key(wrong: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=f"optimizer.{next(iter(wrong))}"):
         OptimizerSettings(**wrong)
