@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .base import HeadError, TargetFacts
 
-_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "backbone.")
+_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "backbone.", "")
 _PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 

@@ -1,12 +1,13 @@
 """Multi-token prediction: the draft layers a model is published with, in its own tensor names, or fresh ones.
 
 Row t pairs the target's state at t, its final norm applied, with the token at t + 1, row 0 included. What a layer
-returns, normed, gives the draft's logits and is the next draft's state. Of several layers, layer k % n makes draft k.
+returns, normed, gives the draft's logits; the next draft's state is that or what it was before the norm, as the config
+says. Of several layers, layer k % n makes draft k.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, Self, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +15,11 @@ from torch import Tensor, nn
 from .base import Attend, DraftOutput, DraftRows, HeadError, TargetFacts, check_plain_logits
 from .decoder import DecoderConfig, DecoderHead, KeyShape
 from .model_folder import Checkpoint
-from .mtp_block import (
-    AttentionCall,
-    Rotary,
-    block_config,
-    library_class,
-    new_block,
-    norm_eps,
-    number_attention,
-    on_nothing,
-    run_block,
-)
-from .mtp_layouts import FRESH, LAYOUTS, UNKNOWN, MtpLayout, layout_of
+from .mtp_block import LibraryBlocks
+from .mtp_layer import MtpLayer, StreamsLayer
+from .mtp_layouts import FRESH, LAYOUTS, Feedback, MtpLayout, layout_of
 from .mtp_names import Names
+from .mtp_plain import PlainBlocks
 from .target_tensors import TargetTensors
 
 
@@ -47,11 +40,19 @@ class MtpConfig(DecoderConfig):
     prefix: str  # what stands before `layers.` in the checkpoint
     fused_experts: bool  # whether the checkpoint holds the experts of a layer in one tensor
     block: dict[str, Any] | None  # the target's config.json, its text part; None for a fresh layer
+    feedback: Feedback  # what a draft is fed of the one before it, in training as in serving
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.layout not in LAYOUTS:
             raise HeadError(f"head.layout must be one of {', '.join(LAYOUTS)}, found {self.layout!r}")
+        if self.feedback not in get_args(Feedback):
+            raise HeadError(f"head.feedback must be normed or raw, found {self.feedback!r}")
+        if self.feedback == "normed" and LAYOUTS[self.layout].collapse is not None:
+            raise HeadError(
+                f"MTP layers like {self.layout}'s are fed their streams, which no norm stands behind, found "
+                f"head.feedback normed; set it to null"
+            )
         if self.layer_ids != (self.target.num_layers,):
             raise HeadError(
                 f"MTP is conditioned on the state after the target's last layer, id {self.target.num_layers}, found "
@@ -65,19 +66,13 @@ class MtpConfig(DecoderConfig):
 
     @classmethod
     def implied(cls, target: TargetFacts) -> dict[str, Any]:
-        fresh = {"layout": FRESH, "prefix": "model.", "fused_experts": False, "block": None}
+        fresh = {"layout": FRESH, "prefix": "model.", "fused_experts": False, "block": None, "feedback": "normed"}
         return {**super().implied(target), "layer_ids": (target.num_layers,), **fresh}
 
     @classmethod
     def derive_from(cls, target: TargetFacts, settings: Mapping[str, Any], model: Checkpoint) -> Self:
         """The layers a checkpoint holds; raises HeadError where it holds none, or is of a family we do not know."""
         name = layout_of(model.model_types)
-        other = next((kind for kind in model.model_types if kind in UNKNOWN), None)
-        if other is not None:
-            raise HeadError(
-                f"the MTP layers of {model.name} ({other}) cannot be run: {UNKNOWN[other]}; train a fresh one by `fit "
-                f"--recipe mtp` without --model"
-            )
         if name is None:
             raise HeadError(
                 f"no MTP layers are known for models of type {model.model_types[0]!r} ({model.name}); train a fresh "
@@ -91,6 +86,7 @@ class MtpConfig(DecoderConfig):
             "num_layers": 1 if layout.first_only else count,
             "fused_experts": model.holds(".experts.gate_up_proj"),
             "block": dict(model.values),
+            "feedback": layout.feedback,
         }
         return cls.derive(target, {**found, **settings})
 
@@ -114,33 +110,6 @@ class MtpConfig(DecoderConfig):
             "num_nextn_predict_layers": self.num_layers,
         }
 
-    def block_values(self) -> dict[str, Any]:
-        """The config that the library builds a block from."""
-        return self.serving_config() if self.block is None else self.block
-
-
-class MtpLayer(nn.Module):
-    """Two halves, a projection, the family's decoder layer, a norm; and an output matrix where the family has one."""
-
-    final_norm: nn.Module
-    head: nn.Linear
-
-    def __init__(self, layout: MtpLayout, config: Any, hidden: int, vocab: int, first: int) -> None:
-        super().__init__()
-        norm, eps = library_class(layout, "RMSNorm"), norm_eps(config)
-        self.hidden_first = layout.hidden_first
-        self.embedding_norm, self.hidden_norm, self.final_norm = (on_nothing(norm, hidden, eps=eps) for _ in range(3))
-        self.projection = on_nothing(nn.Linear, 2 * hidden, hidden, bias=False)
-        self.first = first  # the number of the first block in the config
-        self.blocks = nn.ModuleList(new_block(layout, config, first + b) for b in range(len(layout.blocks)))
-        if layout.head is not None:
-            self.head = cast(nn.Linear, on_nothing(nn.Linear, hidden, vocab, bias=False))
-
-    def halves(self, embeds: Tensor, states: Tensor) -> Tensor:
-        """What goes into the first block [..., hidden]."""
-        halves = [self.embedding_norm(embeds), self.hidden_norm(states)]
-        return self.projection(torch.cat(halves[::-1] if self.hidden_first else halves, dim=-1))
-
 
 class MtpHead(DecoderHead):
     """The layers of one family; `state_dict` and a load speak the checkpoint's names."""
@@ -151,23 +120,19 @@ class MtpHead(DecoderHead):
         super().__init__()
         self.config = config
         self.layout = layout = LAYOUTS[config.layout]
-        hidden, vocab, per_layer = config.hidden_size, config.vocab_size, len(layout.blocks)
-        first, count = config.target.num_layers if layout.goes_on else 0, config.num_layers * per_layer
-        built = block_config(layout, config.block_values(), count)
-        starts = range(first, first + count, per_layer)
-        self.layers = nn.ModuleList(MtpLayer(layout, built, hidden, vocab, start) for start in starts)
+        per_layer = len(layout.blocks)
+        self._kind = _blocks_of(config, layout, config.num_layers * per_layer)
+        new_layer = MtpLayer if layout.collapse is None else StreamsLayer
+        starts = range(self._kind.first, self._kind.first + config.num_layers * per_layer, per_layer)
+        self.layers = nn.ModuleList(new_layer(layout, self._kind, start, config.vocab_size) for start in starts)
         for name in ("embedding_norm", "hidden_norm", "projection", "final_norm"):
             if "{" not in getattr(layout, name).replace("{model}", ""):  # one for all layers
                 for layer in self.layers[1:]:
                     setattr(layer, name, getattr(self.layers[0], name))
-        self._rotary = Rotary(layout, built)
-        self._call = AttentionCall()
-        blocks = [block for layer in self.each() for block in layer.blocks]
-        self._key_shapes = tuple(number_attention(blocks, first, hidden, self._rotary, self._call))
         self.names = Names(layout, config.prefix, config.target.num_layers, config.fused_experts)
         self.register_state_dict_post_hook(_to_checkpoint)
         self.register_load_state_dict_pre_hook(_from_checkpoint)
-        if layout.raw_states:  # the norm is the target's own
+        if layout.final_norm == "model.norm":  # the target's own
             self.of_step(0).final_norm.requires_grad_(False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -183,7 +148,7 @@ class MtpHead(DecoderHead):
     @property
     def limited(self) -> bool:
         """Whether a layer has a window or sinks."""
-        return self._call.limited
+        return self._kind.limited
 
     def each(self) -> list[MtpLayer]:
         """The layers in the order of the drafts they make."""
@@ -194,24 +159,15 @@ class MtpHead(DecoderHead):
         return self.each()[step % len(self.layers)]
 
     def key_shapes(self) -> tuple[KeyShape, ...]:
-        return self._key_shapes
+        return tuple(self._kind.key_shapes)
 
     def forward(self, rows: DraftRows, attend: Attend) -> DraftOutput:
         """One step over rows [num_tokens] or [batch, seq], of the layer whose turn it is."""
         layer = self.of_step(rows.step)
-        x, positions = layer.halves(rows.token_embeds, rows.states), rows.positions
-        flat = x.dim() == 2
-        if flat:
-            x, positions = x[None], positions[None]
-        self._call.attend, self._call.flat = attend, flat
-        try:
-            for b, block in enumerate(layer.blocks, start=layer.first):
-                x = run_block(block, x, self._rotary(x, positions, b), positions)
-        finally:
-            self._call.attend = None
-        x = x[0] if flat else x
-        normed = layer.final_norm(x)
-        return DraftOutput(normed, x if self.layout.raw_states else normed)
+        x = layer.enter(rows.token_embeds, rows.states)
+        x = self._kind.run(layer.blocks, layer.first, x, rows.positions, attend)
+        normed, raw = layer.leave(x)
+        return DraftOutput(normed, normed if self.config.feedback == "normed" else raw)
 
     def combine(self, aux_states: Tensor, target: TargetTensors) -> Tensor:
         states = aux_states[..., 0, :]
@@ -245,23 +201,42 @@ class MtpHead(DecoderHead):
 
     def start_from(self, model: Checkpoint) -> None:
         """Takes the layers of a checkpoint; raises HeadError naming the first tensor that is not there or not plain."""
-        wanted = self.state_dict()
-        missing = next((name for name in wanted if name not in model), None)
-        if missing is not None:
-            raise HeadError(
-                f"{model.name} must hold {missing} of its MTP layers, found none: commonly a quantiser dropped them; "
-                f"give the original checkpoint"
-            )
         tensors = {}
-        for name, like in wanted.items():
-            tensor = model.tensor(name)
-            if tensor.shape != like.shape or not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+        for name, like in self.state_dict().items():
+            packed = next((other for other in _packed(name) if other in model), None)
+            if name not in model and packed is None:
                 raise HeadError(
-                    f"{name} of {model.name} must be plain numbers of shape {list(like.shape)}, found {tensor.dtype} "
-                    f"of {list(tensor.shape)}; give a checkpoint that is not quantised"
+                    f"{model.name} must hold {name} of its MTP layers, found none: commonly a quantiser dropped them; "
+                    f"give the original checkpoint"
+                )
+            tensor = model.tensor(name if packed is None else packed)
+            if packed is not None or not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                raise HeadError(
+                    f"the MTP layers of {model.name} are quantised, found {packed or name} in {dtype}: they run in "
+                    f"bfloat16, float16 or float32; give the unquantised checkpoint, or use another method"
+                )
+            if tensor.shape != like.shape:
+                raise HeadError(
+                    f"{name} of {model.name} must have shape {list(like.shape)} by its config.json, found "
+                    f"{list(tensor.shape)}; fetch the model again"
                 )
             tensors[name] = tensor
         self.load_state_dict(tensors, strict=True)
+
+
+def _packed(name: str) -> list[str]:
+    """The names quantisers give what they made of a tensor."""
+    stem = name.removesuffix("weight")
+    return [f"{stem}qweight", f"{stem}weight_packed"] if stem != name else []
+
+
+def _blocks_of(config: MtpConfig, layout: MtpLayout, count: int) -> LibraryBlocks | PlainBlocks:
+    if layout.library is None:
+        return PlainBlocks(layout, config)
+    return LibraryBlocks(
+        layout, config.block or config.serving_config(), config.target.num_layers if layout.goes_on else 0, count
+    )
 
 
 def _count(key: str | None, model: Checkpoint) -> int:

@@ -8,7 +8,7 @@ import copy
 import importlib
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ def library_class(layout: MtpLayout, kind: str) -> Any:
 
     Raises HeadError where the installed version has none.
     """
+    assert layout.library is not None
     name, prefix = layout.library.split(":")
     file = "configuration" if kind == "Config" else "modeling"
     try:
@@ -102,13 +103,18 @@ class Rotary:
         self._module = library_class(layout, "RotaryEmbedding")(config) if layout.rotary else None
         by_type = self._module is not None and "layer_type" in inspect.signature(self._module.forward).parameters
         self._types: list[str] | None = config.layer_types if by_type else None
+        kinds: list[str] = getattr(self._module, "layer_types", [])
+        # where kinds of embeddings are no kinds of layers, a layer is given all of them and takes its own
+        self._kinds = None if self._types is None or set(self._types) <= set(kinds) else kinds
 
-    def __call__(self, x: Tensor, positions: Tensor, block: int) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of a block for x [batch, seq, hidden] at positions [batch, seq], in x's dtype."""
+    def __call__(self, x: Tensor, positions: Tensor, block: int) -> Any:
+        """cos and sin of a block for x [batch, seq, ...] at positions [batch, seq], in x's dtype."""
         if self._module is None:
             return None
         if next(self._module.buffers()).device != x.device:
             self._module.to(x.device)
+        if self._kinds is not None:
+            return {kind: self._module(x, positions, layer_type=kind) for kind in self._kinds}
         return self._module(x, positions, **({} if self._types is None else {"layer_type": self._types[block]}))
 
 
@@ -146,57 +152,78 @@ class SandwichBlock(nn.Module):
 OWN_BLOCKS: dict[str, type[nn.Module]] = {kind.__name__: kind for kind in (PreNormBlock, SandwichBlock)}
 
 
-def new_block(layout: MtpLayout, config: Any, index: int) -> nn.Module:
-    """Block `index` of all MTP layers, its parameters NaN."""
-    if layout.block_class in OWN_BLOCKS:
-        return on_nothing(OWN_BLOCKS[layout.block_class], layout, config, index)
-    return on_nothing(library_class(layout, layout.block_class), config, index)
+class LibraryBlocks:
+    """The decoder layers of one head as transformers' classes, and what they share."""
 
+    def __init__(self, layout: MtpLayout, values: Mapping[str, Any], first: int, count: int) -> None:
+        """`first`: the number in the config, `values`, of the first of `count` blocks."""
+        self.layout, self.first = layout, first
+        self.config = block_config(layout, values, count)
+        self.key_shapes: list[KeyShape] = []
+        self._rotary, self._call = Rotary(layout, self.config), AttentionCall()
 
-def number_attention(
-    blocks: Sequence[nn.Module], first: int, hidden: int, rotary: Rotary, call: AttentionCall
-) -> list[KeyShape]:
-    """Gives every attention module its number and the head's `call`; returns what each keeps of a row.
+    @property
+    def limited(self) -> bool:
+        """Whether a block has a window or sinks."""
+        return self._call.limited
 
-    `first`: the number of the first block in the config.
-    """
-    shapes: list[KeyShape] = []
-    for index, block in enumerate(blocks, start=first):
+    def norm(self) -> nn.Module:
+        """A norm of the family's kind, its weight NaN."""
+        return on_nothing(library_class(self.layout, "RMSNorm"), self.config.hidden_size, eps=norm_eps(self.config))
+
+    def block(self, index: int) -> nn.Module:
+        """Block `index` of the config, its parameters NaN; its attention is numbered and its keys measured."""
+        own = OWN_BLOCKS.get(self.layout.block_class)
+        if own is not None:
+            block = on_nothing(own, self.layout, self.config, index)
+        else:
+            block = on_nothing(library_class(self.layout, self.layout.block_class), self.config, index)
         modules = [m for m in block.modules() if type(m).__name__.endswith(("Attention", "MLA"))]
-        if not modules:
-            continue
         if len(modules) > 1:
             raise HeadError(f"{type(block).__name__} attends {len(modules)} times, an MTP layer does once; report it")
-        setattr(modules[0], CALL, call)
-        setattr(modules[0], NUMBER, len(shapes))
-        x, positions = torch.zeros(1, 1, hidden), torch.zeros(1, 1, dtype=torch.int64)
-        shapes.append(_probe(block, x, rotary(x, positions, index), positions, call))
-    return shapes
+        for module in modules:
+            setattr(module, CALL, self._call)
+            setattr(module, NUMBER, len(self.key_shapes))
+            self.key_shapes.append(self._probe(block, index))
+        return block
+
+    def run(self, blocks: Iterable[nn.Module], first: int, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Blocks `first`, `first` + 1, ... over rows x [num_tokens, ...] or [batch, seq, ...]."""
+        flat = positions.dim() == 1
+        if flat:
+            x, positions = x[None], positions[None]
+        self._call.attend, self._call.flat = attend, flat
+        try:
+            for index, block in enumerate(blocks, start=first):
+                out = block(
+                    x,
+                    attention_mask=None,
+                    position_embeddings=self._rotary(x, positions, index),
+                    position_ids=positions,
+                )
+                x = out[0] if isinstance(out, tuple) else out
+        finally:
+            self._call.attend = None
+        return x[0] if flat else x
+
+    def _probe(self, block: nn.Module, index: int) -> KeyShape:
+        def see(number: int, q: Tensor, k: Tensor, v: Tensor, **extras: Any) -> Tensor:
+            self._call.limited |= bool(extras)
+            raise _Seen(KeyShape(k.shape[-2], k.shape[-1], v.shape[-1]))
+
+        width = self.config.hidden_size
+        shape = (width,) if self.layout.collapse is None else (self.config.hc_mult, width)
+        try:
+            self.run([block], index, torch.zeros(1, *shape), torch.zeros(1, dtype=torch.int64), see)
+        except _Seen as seen:
+            return seen.args[0]
+        raise HeadError(
+            f"the attention of {type(block).__name__} does not go through transformers' interface; report it"
+        )
 
 
 class _Seen(Exception):
     """Carries what attention was called with out of a block whose rest need not run."""
-
-
-def _probe(block: nn.Module, x: Tensor, rotation: Any, positions: Tensor, call: AttentionCall) -> KeyShape:
-    def see(number: int, q: Tensor, k: Tensor, v: Tensor, **extras: Any) -> Tensor:
-        call.limited |= bool(extras)
-        raise _Seen(KeyShape(k.shape[-2], k.shape[-1], v.shape[-1]))
-
-    call.attend, call.flat = see, True
-    try:
-        run_block(block, x, rotation, positions)
-    except _Seen as seen:
-        return seen.args[0]
-    finally:
-        call.attend = None
-    raise HeadError(f"the attention of {type(block).__name__} does not go through transformers' interface; report it")
-
-
-def run_block(block: nn.Module, x: Tensor, rotation: Any, positions: Tensor) -> Tensor:
-    """The library's decoder layer on x [batch, seq, hidden], given cos and sin."""
-    out = block(x, attention_mask=None, position_embeddings=rotation, position_ids=positions)
-    return out[0] if isinstance(out, tuple) else out
 
 
 def _attention_forward(

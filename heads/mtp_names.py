@@ -1,8 +1,8 @@
 """The names a checkpoint gives the tensors of MTP layers, and those our modules give them.
 
 Ours are `layers.{i}.{part}.{rest}`, with parts `embedding_norm`, `hidden_norm`, `projection`, `blocks.{b}`,
-`final_norm` and `head`. One of our tensors is one of the checkpoint's, except for experts: the library holds all of
-them in one tensor, most checkpoints one by one.
+`final_norm`, `collapse` and `head`. One of our tensors is one of the checkpoint's, except for experts: we hold all of
+them in one tensor, as the library does, most checkpoints one by one.
 """
 
 import re
@@ -55,14 +55,16 @@ class Names:
         layer, block, part, rest = match.groups()
         pattern = self.layout.blocks[int(block)] if block else getattr(self.layout, part)
         where = pattern.format(i=int(layer), n=self.num_target_layers + int(layer), model=self.model)
-        if block:
-            for theirs, ours in self.layout.renames:
-                rest = rest.replace(ours, theirs)
         owner, _, leaf = rest.rpartition(".experts.")
+        parts = [rest]
         if owner and leaf in _EXPERTS and not self.fused_experts:
-            experts = f"{where}.{owner}.experts"
-            return [f"{experts}.{e}.{kind}.weight" for e in range(len(tensor)) for kind in _EXPERTS[leaf]]
-        return [f"{where}.{rest}"]
+            parts = [f"{owner}.experts.{e}.{kind}.weight" for e in range(len(tensor)) for kind in _EXPERTS[leaf]]
+        return [f"{where}.{self._renamed(part)}" for part in parts]
+
+    def _renamed(self, rest: str) -> str:
+        for theirs, ours in self.layout.renames:
+            rest = rest.replace(ours, theirs)
+        return rest
 
 
 def _split(tensor: Tensor, count: int) -> list[Tensor]:

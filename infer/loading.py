@@ -5,7 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ..heads.base import TargetFacts
 from .probe import TargetError
@@ -14,7 +24,10 @@ from .probe import TargetError
 def load_model(
     model: str | Path, device: torch.device, dtype: torch.dtype, revision: str | None, trust_remote_code: bool
 ) -> PreTrainedModel:
-    """The causal language model in `dtype` on `device`; raises TargetError for anything short of a complete one."""
+    """The language model in `dtype` on `device`; raises TargetError for anything short of a complete causal one.
+
+    A model that also sees is loaded whole where its text part cannot be by itself; it is given texts alone.
+    """
     source = _source(model)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
@@ -22,7 +35,7 @@ def load_model(
     except (OSError, ValueError, KeyError) as error:
         raise TargetError(f"no usable model config in {source}: {_first_line(error)}") from error
     try:
-        result: Any = AutoModelForCausalLM.from_pretrained(
+        result: Any = _class_for(config).from_pretrained(
             source, config=config, dtype=dtype, output_loading_info=True, **options
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -37,6 +50,11 @@ def load_model(
             f"mis-shaped (first: {incomplete[0]}); fetch the model again"
         )
     return loaded.to(device)
+
+
+def _class_for(config: PreTrainedConfig) -> Any:
+    seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if seeing else AutoModelForCausalLM
 
 
 def load_tokenizer(model: str | Path, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:

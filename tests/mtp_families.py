@@ -5,7 +5,7 @@ Names, those of published checkpoints, and shapes are written out here, apart fr
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spectrain.tests.reference import mtp_layers as reference
+from spectrain.tests.reference.mtp_streams import deepseek_v4
 
 H, INTER, MOE, HEADS, KV, WIDTH, LAYERS, VOCAB = 32, 48, 16, 4, 2, 8, 4, 97
 BASE: dict[str, Any] = {
@@ -147,8 +148,10 @@ class Family:
     layers: int = 1
     outer: dict[str, Any] | None = None  # what the language model's config lies in
     prefix: str = "model."
+    state_width: int = H
 
 
+STREAMS = 3
 SOFTMAX_EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -258,6 +261,34 @@ def _post_norm(name: str) -> Shapes:
     return own | gqa(f"{name}.self_attn", qk_norm=True) | mlp(f"{name}.mlp")
 
 
+def _streams() -> Shapes:
+    shapes: Shapes = {}
+    for i in range(2):
+        name, n = f"mtp.{i}", STREAMS
+        shapes |= norms(name, "enorm", "hnorm", "norm", "attn_norm", "ffn_norm")
+        shapes |= {f"{name}.{kind}_proj.weight": (H, H) for kind in "eh"}
+        shapes |= {f"{name}.hc_head_fn": (n, n * H), f"{name}.hc_head_base": (n,), f"{name}.hc_head_scale": (1,)}
+        for kind in ("attn", "ffn"):
+            rows = (2 + n) * n
+            shapes |= {f"{name}.hc_{kind}_fn": (rows, n * H), f"{name}.hc_{kind}_base": (rows,)}
+            shapes[f"{name}.hc_{kind}_scale"] = (3,)
+        shapes |= {
+            f"{name}.attn.wq_a.weight": (24, H),
+            f"{name}.attn.q_norm.weight": (24,),
+            f"{name}.attn.wq_b.weight": (HEADS * 16, 24),
+            f"{name}.attn.wkv.weight": (16, H),
+            f"{name}.attn.kv_norm.weight": (16,),
+            f"{name}.attn.wo_a.weight": (2 * 8, HEADS * 16 // 2),
+            f"{name}.attn.wo_b.weight": (H, 2 * 8),
+            f"{name}.attn.attn_sink": (HEADS,),
+            f"{name}.ffn.gate.weight": (4, H),
+            f"{name}.ffn.gate.bias": (4,),
+        }
+        for expert in (*(f"experts.{e}" for e in range(4)), "shared_experts"):
+            shapes |= {f"{name}.ffn.{expert}.w{j}.weight": (H, MOE) if j == 2 else (MOE, H) for j in (1, 2, 3)}
+    return shapes
+
+
 _STEP_TYPES = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 _DEEPSEEK_V3 = {**BASE, **LATENT, **SIGMOID_EXPERTS, "n_group": 2, "model_type": "deepseek_v3", **NEXTN}
 _WINDOWED = {"sliding_window": 5, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
@@ -276,6 +307,40 @@ FAMILIES: dict[str, Family] = {
         ),
         reference.deepseek_v3,
         layers=2,
+    ),
+    "deepseek_v4": Family(
+        {
+            **{key: value for key, value in BASE.items() if key != "intermediate_size"},
+            "model_type": "deepseek_v4",
+            "moe_intermediate_size": MOE,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "q_lora_rank": 24,
+            "num_experts_per_tok": 2,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 1.7,
+            "scoring_func": "sqrtsoftplus",
+            "swiglu_limit": 0.5,
+            "hc_mult": STREAMS,
+            "hc_sinkhorn_iters": 3,
+            "hc_eps": 1e-6,
+            "o_groups": 2,
+            "o_lora_rank": 8,
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+            "index_topk": 4,
+            "sliding_window": 5,
+            "compress_ratios": [0, 0, 4, 4, 0, 0],
+            "compress_rope_theta": 160000.0,
+            **NEXTN,
+        },
+        _streams(),
+        deepseek_v4,
+        layers=2,
+        prefix="",
+        state_width=STREAMS * H,
     ),
     "openpangu": Family(
         {**_DEEPSEEK_V3, "model_type": "pangu_ultra_moe", "sandwich_norm": True},
@@ -304,7 +369,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": Family(
         {**_DEEPSEEK_V3, "model_type": "glm4_moe_lite", "n_group": 1},
         deepseek(lambda n: pre_norm(n, mla(f"{n}.self_attn"), sigmoid_experts(f"{n}.mlp"))),
-        reference.deepseek_v3,
+        reference.glm4_moe_lite,
         layers=2,
     ),
     "glm_ocr": Family(
@@ -476,6 +541,9 @@ FAMILIES: dict[str, Family] = {
         layers=3,
     ),
 }
+
+FAMILIES["step3p7"] = replace(FAMILIES["step3p5"], outer={"model_type": "step3p7"})
+FAMILIES["intern_s2"] = replace(FAMILIES["qwen3_5_moe"], outer={"model_type": "intern_s2_preview"})
 
 
 def draw(shapes: Shapes, seed: int = 0) -> dict[str, Tensor]:

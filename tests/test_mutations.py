@@ -218,7 +218,7 @@ def eagle3_row() -> Row:
 
 
 def mtp_row() -> Row:
-    logits = partial(caught, mtp.test_training_logits_equal_an_incremental_decoder)
+    logits = partial(caught, mtp.test_training_logits_equal_an_incremental_decoder, feedback="normed")
     loss = partial(caught, mtp.test_loss_equals_the_formula_on_the_decoders_logits)
     return {
         "token": [logits(TOKEN)],

@@ -27,6 +27,8 @@ HEADS: dict[str, tuple[str, tuple[str, ...]]] = {
     "eagle3": ("eagle3", ()),
     "mtp": ("mtp", ()),
     "mtp, a layer for each of the first drafts": ("mtp", ("head.num_layers=3",)),
+    "mtp, fed what stands before its norm": ("mtp", ("head.feedback=raw",)),
+    "mtp, the same for three layers": ("mtp", ("head.feedback=raw", "head.num_layers=3")),
     "peagle": ("peagle", ()),
     "draft model": ("draft_model", ()),
     "pard, beyond the trained length": ("pard", ()),

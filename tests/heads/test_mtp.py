@@ -36,9 +36,9 @@ FACTS = TargetFacts(
 )
 
 
-def read(folder: Path) -> MtpHead:
+def read(folder: Path, **settings: object) -> MtpHead:
     found = Checkpoint(folder)
-    head = MtpHead(MtpConfig.derive_from(FACTS, {}, found))
+    head = MtpHead(MtpConfig.derive_from(FACTS, settings, found))
     head.start_from(found)
     head.assert_filled()
     return head.eval()
@@ -66,7 +66,7 @@ def test_step_is_the_familys(name: str, tmp_path: Path):
     tensors = draw(family.shapes)
     head = read(write_checkpoint(tmp_path, family, tensors))
     assert len(head.layers) == family.layers
-    embeds, given = torch.randn(3, 11, H, generator=generator), torch.randn(11, H, generator=generator)
+    embeds, given = torch.randn(3, 11, H, generator=generator), torch.randn(11, family.state_width, generator=generator)
     ours = theirs = given
     for step in range(3):
         rows = DraftRows(embeds[step][None], ours[None], torch.arange(11)[None] + step, step)
@@ -77,12 +77,32 @@ def test_step_is_the_familys(name: str, tmp_path: Path):
         ours = output.feedback[0]
 
 
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.state_width == H])
+@torch.no_grad()
+def test_what_is_fed_back_may_be_chosen(name: str, tmp_path: Path):
+    """Logits stay the same; the one choice is the other behind the layer's last norm. A head folder keeps it."""
+    generator, family = torch.Generator().manual_seed(1), FAMILIES[name]
+    folder = write_checkpoint(tmp_path, family, draw(family.shapes))
+    embeds, states = (torch.randn(1, 7, H, generator=generator) for _ in range(2))
+    outputs = {}
+    for feedback in ("normed", "raw"):
+        head = read(folder, feedback=feedback)
+        outputs[feedback] = head(DraftRows(embeds, states, torch.arange(7)[None], 0), causal)
+        assert MtpConfig.from_dict(head.config.to_dict()) == head.config
+    normed, raw = outputs["normed"], outputs["raw"]
+    assert normed.feedback is normed.logits_states and torch.equal(normed.logits_states, raw.logits_states)
+    assert torch.equal(read(folder).of_step(0).final_norm(raw.feedback), normed.feedback)
+    assert not torch.allclose(raw.feedback, normed.feedback)
+    own = read(folder).config
+    assert own.feedback == LAYOUTS[own.layout].feedback
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
 @torch.no_grad()
 def test_logits_are_those_of_the_librarys_own_mtp_model(name: str, tmp_path: Path):
-    """Which reads the same files by itself; two layers, the second fed by the first."""
+    """Which reads the same files by itself; two layers, the second fed by the first, of any family behind its norm."""
     family, seq = FAMILIES[name], 12
-    head = read(write_checkpoint(tmp_path, family, draw(family.shapes)))
+    head = read(write_checkpoint(tmp_path, family, draw(family.shapes)), feedback="normed")
     config = AutoConfig.from_pretrained(tmp_path)
     with own_generator(0):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
@@ -178,6 +198,8 @@ def test_buffers_keep_their_type_in_half_precision(tmp_path: Path):
     [
         ({"layer_ids": (1,)}, "state after the target's last layer, id 4"),
         ({"draft_vocab_size": 50}, "drafts over all 97 tokens"),
+        ({"feedback": "both"}, "head.feedback must be normed or raw, found 'both'"),
+        ({"layout": "deepseek_v4"}, "are fed their streams, which no norm stands behind"),
         ({"layout": "none"}, "head.layout must be one of llama, deepseek_v3"),
     ],
 )
@@ -190,7 +212,6 @@ def test_a_config_that_cannot_be_is_refused(changes: dict[str, object], message:
     ("model_type", "message"),
     [
         ("llama", "no MTP layers are known for models of type 'llama'"),
-        ("deepseek_v4", r"\(deepseek_v4\) cannot be run: its layers read and write several streams"),
     ],
 )
 def test_a_family_without_layers_we_know_is_named(model_type: str, message: str, tmp_path: Path):
@@ -200,7 +221,7 @@ def test_a_family_without_layers_we_know_is_named(model_type: str, message: str,
         MtpConfig.derive_from(FACTS, {}, Checkpoint(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "openpangu"])
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4", "openpangu"])
 def test_layers_the_engine_cannot_run_say_why(name: str, tmp_path: Path):
     family = FAMILIES[name]
     config = MtpConfig.derive_from(FACTS, {}, Checkpoint(write_checkpoint(tmp_path, family, draw(family.shapes))))

@@ -15,7 +15,7 @@ from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
 from spectrain.tests.fresh import loud_head, tiny_head_config
 from spectrain.tests.infer.test_engine_gpu import CONFIG, texts
-from spectrain.tests.infer.test_mtp_proposer import target_model
+from spectrain.tests.infer.test_mtp_families import target_model
 from spectrain.tests.models import rand_llama
 from spectrain.tests.mtp_families import FAMILIES, draw, write_checkpoint
 

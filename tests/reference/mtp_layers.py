@@ -142,7 +142,7 @@ def shared_experts(t: Tensors, name: str, x: Tensor, c: dict[str, Any]) -> Tenso
     return experts(t, f"{name}.experts", x, weights, mlp) + mlp(t, f"{name}.shared_experts", x)
 
 
-def deepseek_v3(t: Tensors, c: dict[str, Any], e: Tensor, h: Tensor, i: int) -> Result:
+def glm4_moe_lite(t: Tensors, c: dict[str, Any], e: Tensor, h: Tensor, i: int) -> Result:
     name, eps = f"model.layers.{c['num_hidden_layers'] + i}", c["rms_norm_eps"]
     x = join(t, deepseek_parts(name), e, h, eps)
     x = pre_norm(
@@ -150,7 +150,11 @@ def deepseek_v3(t: Tensors, c: dict[str, Any], e: Tensor, h: Tensor, i: int) -> 
         lambda y: mla(t, f"{name}.self_attn", y, c),
         lambda y: shared_experts(t, f"{name}.mlp", y, c),
     )
-    out = rms(x, t[f"{name}.shared_head.norm.weight"], eps)
+    return rms(x, t[f"{name}.shared_head.norm.weight"], eps), x
+
+
+def deepseek_v3(t: Tensors, c: dict[str, Any], e: Tensor, h: Tensor, i: int) -> Result:
+    out, _ = glm4_moe_lite(t, c, e, h, i)
     return out, out
 
 
@@ -176,8 +180,7 @@ def glm4_moe(t: Tensors, c: dict[str, Any], e: Tensor, h: Tensor, i: int) -> Res
         lambda y: gqa(t, f"{name}.self_attn", y, c, width=half),
         lambda y: shared_experts(t, f"{name}.mlp", y, c),
     )
-    out = rms(x, t[f"{name}.shared_head.norm.weight"], eps)
-    return out, out
+    return rms(x, t[f"{name}.shared_head.norm.weight"], eps), x
 
 
 def glm_ocr(t: Tensors, c: dict[str, Any], e: Tensor, h: Tensor, i: int) -> Result:
@@ -191,8 +194,7 @@ def glm_ocr(t: Tensors, c: dict[str, Any], e: Tensor, h: Tensor, i: int) -> Resu
     x = x + norm("post_self_attn_layernorm", attended)
     gate, up = linear(norm("post_attention_layernorm", x), t[f"{name}.mlp.gate_up_proj.weight"]).chunk(2, dim=-1)
     x = x + norm("post_mlp_layernorm", linear(silu(gate) * up, t[f"{name}.mlp.down_proj.weight"]))
-    out = norm("shared_head.norm", x)
-    return out, out
+    return norm("shared_head.norm", x), x
 
 
 def mimo(t: Tensors, c: dict[str, Any], e: Tensor, h: Tensor, i: int) -> Result:
@@ -345,5 +347,4 @@ def step3p5(t: Tensors, c: dict[str, Any], e: Tensor, h: Tensor, i: int) -> Resu
         return linear(gated, t[f"{name}.self_attn.o_proj.weight"])
 
     x = pre_norm(t, name, x, eps, attention, lambda y: mlp(t, f"{name}.mlp", y), 1.0)
-    out = rms(x, t[f"{name}.transformer.shared_head.norm.weight"], eps, 1.0)
-    return out, out
+    return rms(x, t[f"{name}.transformer.shared_head.norm.weight"], eps, 1.0), x

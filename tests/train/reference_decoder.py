@@ -132,7 +132,7 @@ class PEagleDecoder(ReferenceDecoder):
 
 
 class MtpDecoder(EagleDecoder):
-    """A fresh MTP layer: both halves normed, a Llama layer, a norm behind it whose output is fed back."""
+    """A fresh MTP layer: both halves normed, a Llama layer, a norm; fed back is what stands behind it or before it."""
 
     def __init__(self, head: DecoderHead, target: TargetTensors) -> None:
         super().__init__(head, target)
@@ -146,8 +146,9 @@ class MtpDecoder(EagleDecoder):
 
         halves = norm("enorm", self.target.embed_tokens[token_id]), norm("hnorm", state)
         state = self.w["layers.0.eh_proj.weight"] @ torch.cat(halves)
-        normed = norm("shared_head.norm", self._mix(0, state, norm("input_layernorm", state), position))
-        return self.target.lm_head @ normed, normed
+        state = self._mix(0, state, norm("input_layernorm", state), position)
+        normed = norm("shared_head.norm", state)
+        return self.target.lm_head @ normed, {"normed": normed, "raw": state}[self.c.feedback]
 
 
 def decoder_of(head: DecoderHead, target: TargetTensors) -> ReferenceDecoder:

@@ -60,10 +60,11 @@ def documents(*lengths: int, seed: int = 1) -> list[Document]:
     return [on_final(random_document(n, 16, 16, generator)) for n in lengths]
 
 
+@pytest.mark.parametrize("feedback", ["normed", "raw"])
 @torch.no_grad()
-def test_training_logits_equal_an_incremental_decoder():
+def test_training_logits_equal_an_incremental_decoder(feedback: str):
     """Of every row and step, fed by itself; two documents share a row."""
-    shape, target, steps = MtpConfig.derive(tiny_facts(), {}), random_target(16, 16), 4
+    shape, target, steps = MtpConfig.derive(tiny_facts(), {"feedback": feedback}), random_target(16, 16), 4
     head = loud_head(shape, target, random_norms=True)
     rows = [documents(7), documents(4, 3, seed=2)]
     batch, grid = pack(rows, target, steps, seq=8), torch.arange(16)
