@@ -24,7 +24,7 @@ def fuse_head(head: DraftHead) -> None:
             fused = module.__dict__.get("mix")
             if not (isinstance(fused, FusedMix) and fused.is_current):
                 module.__dict__["mix"] = FusedMix(module)
-        elif type(module) in (RMSNorm, ShiftedRMSNorm):
+        elif isinstance(module, RMSNorm) and type(module) in (RMSNorm, ShiftedRMSNorm):
             module.__dict__["forward"] = FusedNorm(module)
     if type(head).project is DraftHead.project:
         vars(head)["project"] = project
