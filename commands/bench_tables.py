@@ -14,6 +14,7 @@ from .benchmarks.options import (
     check_out,
     plain_settings,
 )
+from .method_options import DraftModel
 from .options import AllowPackage, Device, Dtype, Eager, MaxLength, Model, Overwrite, Seed
 from .sampling_options import MaxNewTokens, Temperature
 
@@ -115,6 +116,7 @@ def methods(
         "ngram,ngram_gpu,suffix"
     ),
     head: Annotated[Path | None, typer.Option(help="Head folder, where one of the methods is a head's.")] = None,
+    draft_model: DraftModel = None,
     num_draft_tokens: Annotated[int | None, typer.Option(help="Draft tokens a step; else each method's own.")] = None,
     batch_sizes: BatchSizes = "1,8,64",
     limit: Limit = 40,
@@ -145,6 +147,7 @@ def methods(
             model=model,
             prompts=prompts,
             head=head,
+            draft_model=draft_model,
             method=method,
             num_draft_tokens=num_draft_tokens,
             temperature=temperature,
@@ -162,7 +165,8 @@ def methods(
         return run(options, quiet=True)
 
     work = benchmark.Work(sorted(numbers(batch_sizes, "--batch-sizes")), decode)
-    settings |= {"prompts": [path.name for path in prompts], "head": None if head is None else head.name}
+    settings["prompts"] = [path.name for path in prompts]
+    settings |= {n: path and path.name for n, path in (("head", head), ("draft_model", draft_model))}
     settings["model"] = model.rstrip("/").rpartition("/")[2]
     record = Record("methods", device_of(device), plain_settings(settings), out)
     finish(record, lambda record: benchmark.run(record, work))

@@ -49,6 +49,17 @@ def test_a_row_a_method_set_and_batch_size(inputs, tmp_path, capsys) -> None:
     assert (tmp_path / "m" / "batch-3" / "report.json").is_file()
 
 
+def test_a_draft_model_is_one_of_the_methods(inputs, tmp_path, capsys) -> None:
+    out, target = tmp_path / "m.json", inputs[1]
+    sizes = ("--batch-sizes", "1", "--limit", 2, "--max-new-tokens", 8)
+    arguments = (*inputs[:4], "--method", "ngram,draft_model", "--draft-model", target, *sizes, "--out", out)
+    assert bench(capsys, *arguments)[0] == 0
+    record = json.loads(out.read_text())
+    (row,) = (row for row in record["results"] if row["method"] == "draft_model")
+    assert row["acceptance_length"] > 1, "the target is its own draft model, for the tokens that its tokenizer knows"
+    assert record["settings"]["draft_model"] == "target"
+
+
 def test_a_method_that_changes_the_output_makes_no_row(inputs, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(stages, "verify_drafts", accept_everything)
     out = tmp_path / "m.json"

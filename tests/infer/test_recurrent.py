@@ -25,7 +25,7 @@ from spectrain.infer.target import Target, TargetError, TargetOutput
 from spectrain.tests.fresh import loud_proposer
 from spectrain.tests.infer.packed import compare, run_scenario
 from spectrain.tests.infer.proposers import NoisyOracle
-from spectrain.tests.models import HYBRIDS, lone_forward, nemotron_h, qwen3_next
+from spectrain.tests.models import HYBRIDS, SSM, hybrid, lone_forward, nemotron_h, qwen3_next
 
 CONFIG = EngineConfig(num_blocks=200, block_size=4, max_batch_tokens=64, max_batch_size=8)
 GREEDY = SamplingParams(max_tokens=14, ignore_eos=True)
@@ -77,6 +77,13 @@ METHODS: dict[str, tuple[int, Callable[[Case, int], Proposer]]] = {
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_packed_rows_and_states_equal_lone_forwards(family: str):
     errors = run_scenario(HYBRIDS[family]())
+    assert errors.logits < ROUNDING * errors.scale
+    assert errors.states < 1e-4
+
+
+def test_time_steps_are_kept_within_the_configs_limits():
+    """Narrower than any that the weights would give, so that both ends count."""
+    errors = run_scenario(hybrid("Bamba", attn_layer_indices=[1], time_step_limit=(0.6, 0.7), **SSM))
     assert errors.logits < ROUNDING * errors.scale
     assert errors.states < 1e-4
 

@@ -5,7 +5,7 @@ import unicodedata
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import normalizers
+from tokenizers import normalizers, pre_tokenizers
 
 from spectrain.infer import translation as translations
 from spectrain.infer.proposers.base import ProposerError
@@ -128,6 +128,32 @@ def test_special_tokens_go_by_content_then_by_role_then_as_text():
     # the target's own beginning is not read twice
     same = read(pair("llama", "qwen"), [*llama.first_ids, *llama.encode(" the sum")])
     assert same.token_ids == [*qwen.first_ids, *qwen.encode("the sum")]
+
+
+def test_a_character_that_a_special_token_cuts_off_is_read_as_one_that_is_lost():
+    gpt, qwen = TEXTS["gpt"], TEXTS["qwen"]
+    end = next(i for i, content in gpt.specials.items() if content == "<|im_end|>")
+    reading = read(pair("gpt", "qwen"), [*gpt.encode("a"), *(i for i, p in gpt._pieces.items() if p == b"\xc3"), end])
+    assert reading.pending == b""
+    ends = next(i for i, content in qwen.specials.items() if content == "<|eot|>")
+    assert reading.token_ids == [*qwen.first_ids, *qwen.encode("a\ufffd"), ends]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_most_of_a_long_text_is_settled_and_not_cut_again(name: str):
+    text = " ".join(OTHER_LINES[:3])
+    found = TEXTS[name].encode_settled(text)
+    assert len(text) - found.settled_chars < len(text) / 2
+    settled, rest = text[: found.settled_chars], text[found.settled_chars :]
+    assert TEXTS[name].encode(settled) + TEXTS[name].encode(rest) == found.token_ids
+
+
+def test_a_byte_level_tokenizer_may_put_a_space_before_a_text():
+    made = TOKENIZERS["gpt"].__wrapped__()
+    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    spaced, qwen = TokenText(made, "spaced"), TEXTS["qwen"]
+    assert spaced.adds_space and made("the sum")["input_ids"] == spaced.encode(" the sum")
+    assert read(Translation(qwen, spaced), qwen.encode("the sum")).token_ids == spaced.encode(" the sum")
 
 
 def test_the_space_before_a_text_is_the_tokenizers_and_not_the_texts():
