@@ -71,6 +71,10 @@ def heads(
     from .benchmarks.heads import plan as plans
     from .benchmarks.heads import run as benchmark
     from .benchmarks.heads.table import markdown
+    from .benchmarks.record import BenchError
+
+    if time_limit is not None and not 0 < time_limit < float("inf"):
+        raise BenchError(f"--time-limit takes a number of seconds above 0, found {time_limit:g}")
 
     ks = plans.parse_counts(num_draft_tokens, "--num-draft-tokens")
     more = plans.parse_counts(more_draft_tokens, "--more-draft-tokens") if more_draft_tokens else ()

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from .base import Attend, DraftHead, HeadConfig, HeadError, TargetFacts
 from .layers import Attention, RMSNorm, SwiGLU
 
+SIZES = ("num_layers", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_position_embeddings")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(HeadConfig):
@@ -35,8 +37,11 @@ class DecoderConfig(HeadConfig):
                 f"the head shares the target's embeddings, so head.hidden_size must be {self.target.hidden_size}, "
                 f"found {self.hidden_size}"
             )
-        if self.num_layers < 1:
-            raise HeadError(f"head.num_layers must be 1 or more, found {self.num_layers}")
+        for name in SIZES:
+            if getattr(self, name) < 1:
+                raise HeadError(f"head.{name} must be 1 or more, found {getattr(self, name)}")
+        if not self.rms_norm_eps > 0:
+            raise HeadError(f"head.rms_norm_eps must be above 0, found {self.rms_norm_eps}")
         if self.num_heads % self.num_kv_heads:
             raise HeadError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
 

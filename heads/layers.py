@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import Attend
+from .base import Attend, HeadError
 
 
 def nan_parameter(*shape: int) -> nn.Parameter:
@@ -49,6 +49,10 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, head_dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int) -> None:
         super().__init__()
         rope_type = rope_parameters.get("rope_type", "default")
+        if head_dim % 2:
+            raise HeadError(f"rotary embedding turns pairs of values, so head.head_dim must be even, found {head_dim}")
+        if "rope_theta" not in rope_parameters:
+            raise HeadError(f"head.rope_parameters must hold rope_theta, found {sorted(rope_parameters)}")
         if rope_type == "default":
             exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
             self.scaling = 1.0
@@ -57,6 +61,9 @@ class RotaryEmbedding(nn.Module):
             from transformers import LlamaConfig
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+            if rope_type not in ROPE_INIT_FUNCTIONS:
+                known = ", ".join(("default", *ROPE_INIT_FUNCTIONS))
+                raise HeadError(f"head.rope_parameters: rope_type must be one of {known}, found {rope_type!r}")
             config = LlamaConfig(
                 hidden_size=head_dim,
                 num_attention_heads=1,

@@ -18,6 +18,7 @@ from ..heads.folder import save_head
 from ..recipes.loader import Recipe
 from . import checkpoint, launch
 from .assembly import Assembly, assemble, continued_head, coverage, first_difference, new_head
+from .attention import AttentionSettings, choose_backend
 from .checkpoint import CheckpointError, CheckpointFolder, Found, RunState
 from .data import RowReader, TrainingRows, split_documents
 from .evaluation import Validator
@@ -80,6 +81,8 @@ def fit(request: FitRequest, listener: Listener) -> FitReport:
     accelerator = launch.start(request.device)
     speaker = listener if accelerator.is_main_process else _Silent()
     speaker.note(launch.describe(accelerator))
+    if isinstance(assembly.objective_settings, AttentionSettings):
+        choose_backend(assembly.objective_settings.attention, accelerator.device)  # refused now, not in the first step
     mask_token_id = getattr(assembly.config, "mask_token_id", None)
     if mask_token_id is not None and request.recipe.section("head").get("mask_token_id") is None:
         speaker.note(f"the mask token is id {mask_token_id}")

@@ -99,7 +99,8 @@ class Trainer:
         if self.state.step == 0:
             raise TrainingError(
                 f"expected supervised rows to train on, found none in {self.state.skipped} batches: answers are masked "
-                f"out or shorter than two tokens; look at the shards with `spectrain inspect`"
+                f"out, shorter than two tokens or outside the draft vocabulary; look at the shards with `spectrain "
+                f"inspect`"
             )
         if self.saved_step != self.state.step:
             self._save()

@@ -273,6 +273,8 @@ def test_other_settings_do_not_mix(inputs, one_call, tmp_path, capsys) -> None:
         (("--recipes", "medusa", "--prompts", "x=/nowhere.jsonl"), "prompt set x: expected a JSONL file"),
         (("--recipes", "medusa", "--token-budget", "0"), "--token-budget must be at least 1, found 0"),
         (("--recipes", "medusa", "--seeds", "0"), "--seeds must be at least 1"),
+        (("--recipes", "medusa", "--time-limit", "nan"), "--time-limit takes a number of seconds above 0, found nan"),
+        (("--recipes", "medusa", "--time-limit", "-3"), "--time-limit takes a number of seconds above 0, found -3"),
         (("--recipes", "medusa", "--batch-sizes", "1,x"), "--batch-sizes takes whole numbers"),
         (("--recipes", "medusa", "--temperatures", "-1"), "--temperatures takes numbers"),
         (("--recipes", "medusa", "--num-draft-tokens", ""), "--num-draft-tokens takes whole numbers"),

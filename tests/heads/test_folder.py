@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,29 @@ def test_wrong_tensors_are_named(folder: Path, change: Callable, words: str) -> 
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(HeadError, match=words):
         load_head(folder)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"num_layers": 0}, "head.num_layers must be 1 or more, found 0"),
+        ({"num_kv_heads": 0}, "head.num_kv_heads must be 1 or more, found 0"),
+        ({"num_heads": -4}, "head.num_heads must be 1 or more, found -4"),
+        ({"intermediate_size": 0}, "head.intermediate_size must be 1 or more, found 0"),
+        ({"max_position_embeddings": -5}, "head.max_position_embeddings must be 1 or more"),
+        ({"rms_norm_eps": -1.0}, "head.rms_norm_eps must be above 0"),
+        ({"head_dim": 3}, "head.head_dim must be even, found 3"),
+        ({"rope_parameters": {}}, "must hold rope_theta, found"),
+        (
+            {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
+            "rope_type must be one of .*'spiral'",
+        ),
+    ],
+)
+def test_shapes_that_cannot_be_are_named(wrong: dict[str, Any], words: str) -> None:
+    facts = Target.from_model(rand_llama()).facts
+    with pytest.raises(HeadError, match=words):
+        Eagle3Head(Eagle3Config.derive(facts, {"draft_vocab_size": 40, **wrong}))
 
 
 def test_whoever_may_read_the_config_may_read_the_weights(folder: Path) -> None:

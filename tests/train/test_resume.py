@@ -268,6 +268,7 @@ def test_an_occupied_folder_is_kept_unless_told(shards: Path, unbroken: Path, tm
         ("head.draft_vocab_size=1", {"overwrite": True}),
         ("head.layer_ids=[0,1,2]", {"overwrite": True}),
         ("optimizer.betas=[0.9,1.5]", {"overwrite": True}),
+        ("objective.attention=flex", {"overwrite": True}),
         ("stopping.max_steps=1", {"overwrite": True, "resume": True}),
     ],
 )
