@@ -34,7 +34,7 @@ from spectrain.tests.models import lone_forward, own_generator, randomise
 from spectrain.tests.mtp_families import FAMILIES, draw, write_checkpoint
 from spectrain.tests.steering import TOLERANCE, Steered, greedy_texts, trainer_logits
 
-DRAFTS, NEW = 4, 12
+DRAFTS, NEW = 5, 12  # five drafts of two layers: the first has its third turn
 QUICK = ("deepseek_v3", "glm4_moe", "mimo")
 TRAINED = (
     "deepseek_v3",
