@@ -22,6 +22,7 @@ class CodeEditsError(ValueError):
 def write_code_edits(source: Path, out: Path) -> int:
     """Writes a `prompt` row for each function of a HumanEval file; how many. Raises CodeEditsError for other files."""
     prompts = [_prompt(i, row) for i, row in enumerate(read_rows(source))]
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("".join(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in prompts))
     return len(prompts)
 

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -88,7 +89,7 @@ class ModelFolder(Checkpoint):
         super().__init__(model)
         try:
             self.config: Any = AutoConfig.from_pretrained(self.path, local_files_only=True).get_text_config()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, StrictDataclassError) as error:
             raise HeadError(f"no usable model config in {self.name}: {_line(error)}; check --model") from error
         self.facts = TargetFacts.from_config(self.config)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -32,8 +33,8 @@ def load_model(
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(source, **options)
-    except (OSError, ValueError, KeyError) as error:
-        raise TargetError(f"no usable model config in {source}: {_first_line(error)}") from error
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise TargetError(f"no usable model config in {source}: {' '.join(str(error).split())}") from error
     try:
         result: Any = _class_for(config).from_pretrained(
             source, config=config, dtype=dtype, output_loading_info=True, **options

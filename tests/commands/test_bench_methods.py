@@ -78,7 +78,7 @@ def test_an_earlier_record_is_not_replaced_unasked(inputs, tmp_path, capsys) -> 
 
 
 def test_code_edits_quote_the_whole_function(tmp_path, capsys) -> None:
-    source, out = tmp_path / "h.jsonl", tmp_path / "e.jsonl"
+    source, out = tmp_path / "h.jsonl", tmp_path / "new" / "e.jsonl"
     function = {"prompt": "def f(x):\n", "canonical_solution": "    return x\n", "entry_point": "f"}
     source.write_text(json.dumps(function) + "\n" + json.dumps(function | {"task_id": 2}) + "\n")
     assert run(capsys, "data", "code-edits", "--source", source, "--out", out) == (0, "")

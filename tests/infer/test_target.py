@@ -373,6 +373,15 @@ def test_max_length_is_bounded_by_the_positions_of_the_model():
         Target.from_model(gpt2_tiny(), max_length=65)
 
 
+def test_a_config_with_a_wrong_value_is_one_line_that_names_it(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "many"}')
+    with pytest.raises(
+        TargetError, match=r"no usable model config in .* 'hidden_size'.* expected int, got str"
+    ) as error:
+        Target.load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
 def test_end_tokens_are_the_union_of_both_configs():
     model = rand_llama(eos_token_id=[2, 5])
     model.generation_config.eos_token_id = 7
