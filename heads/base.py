@@ -142,11 +142,17 @@ class HeadConfig(ABC):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Raises HeadError for fields that are unknown, missing or of another type than was written."""
         _check_fields(cls, values)
-        _check_fields(TargetFacts, values["target"])
         # JSON knows no tuples
         plain = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-        return cls(**{**plain, "target": TargetFacts(**values["target"])})
+        try:
+            _check_fields(TargetFacts, values["target"])
+            return cls(**{**plain, "target": TargetFacts(**values["target"])})
+        except TypeError as error:
+            raise HeadError(
+                f"a field of {cls.__name__} is of a wrong type ({error}); restore spectrain.json, or train again"
+            ) from error
 
 
 def _check_fields(cls: type, values: Mapping[str, Any]) -> None:
@@ -229,9 +235,12 @@ class DraftHead(nn.Module, ABC):
 
 def check_draft_vocab(token_ids: Tensor, config: HeadConfig) -> None:
     """Raises HeadError unless these are the config's number of target ids, ascending."""
-    expected = config.draft_vocab_size
-    if len(token_ids) != expected or not (token_ids.diff() > 0).all() or token_ids[-1] >= config.vocab_size:
-        raise HeadError(f"a draft vocabulary is {expected} ascending target ids, found {len(token_ids)}")
+    expected, last = config.draft_vocab_size, config.vocab_size - 1
+    if len(token_ids) != expected or not (token_ids.diff() > 0).all() or token_ids[0] < 0 or token_ids[-1] > last:
+        raise HeadError(
+            f"a draft vocabulary is {expected} ascending target ids from 0 to {last}, found {len(token_ids)} from "
+            f"{int(token_ids.min())} to {int(token_ids.max())}"
+        )
 
 
 def check_mask_token(token_id: int | None, vocab_size: int) -> None:

@@ -44,6 +44,8 @@ class Eagle3Config(DecoderConfig):
         super().__post_init__()
         if not self.layer_ids:
             raise HeadError("the head needs at least one aux layer, found none; set head.layer_ids")
+        if self.layer_style not in ("llama", "qwen3"):
+            raise HeadError(f"head.layer_style must be llama or qwen3, found {self.layer_style!r}")
 
     @classmethod
     def derive(cls, target: TargetFacts, settings: Mapping[str, Any]) -> Self:
@@ -159,6 +161,15 @@ class Eagle3Head(DecoderHead):
         if self.config.draft_vocab_size == self.config.vocab_size:
             return None
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def assert_filled(self) -> None:
+        """Raises HeadError also where `d2t` is no map, or another one than `t2d`."""
+        super().assert_filled()
+        ids = self.draft_to_target()
+        if ids is not None:
+            check_draft_vocab(ids, self.config)
+            if not torch.equal(self.t2d.nonzero()[:, 0], ids):
+                raise HeadError("d2t and t2d must name the same target ids, found two sets; copy the head folder again")
 
     def initialise(self, target: TargetTensors, generator: torch.Generator) -> None:
         """Random layers between the target's own ends.

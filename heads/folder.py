@@ -123,6 +123,11 @@ def _check_tensors(path: Path, head: DraftHead, found: Mapping[str, torch.Tensor
     faults = [f"missing {name}" for name in expected if name not in found]
     faults += [f"unknown {name}" for name in found if name not in expected]
     faults += [
+        f"{name} is of type {found[name].dtype}"
+        for name, tensor in expected.items()
+        if name in found and found[name].is_floating_point() != tensor.is_floating_point()
+    ]
+    faults += [
         f"{name} has shape {list(found[name].shape)}, expected {list(tensor.shape)}"
         for name, tensor in expected.items()
         if name in found and found[name].shape != tensor.shape

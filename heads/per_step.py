@@ -86,6 +86,12 @@ class PerStepHead(DraftHead):
     def draft_to_target(self) -> Tensor | None:
         return self.token_map if self.config.is_reduced else None
 
+    def assert_filled(self) -> None:
+        """Raises HeadError also where `token_map` is no map."""
+        super().assert_filled()
+        if self.config.is_reduced:
+            check_draft_vocab(self.token_map, self.config)
+
     def set_draft_vocab(self, token_ids: Tensor) -> None:
         """Stores the target ids [draft_vocab] int64 that can be drafted, ascending, as `token_map`."""
         check_draft_vocab(token_ids, self.config)

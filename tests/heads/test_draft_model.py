@@ -154,8 +154,9 @@ class TestStart:
             (mixtral, "found mixtral"),
             (lambda: rand_llama(2, attention_bias=True), "biases in every projection"),
             (lambda: rand_llama(2, hidden_act="gelu"), "activation gelu"),
+            (lambda: build("Mistral", **COMMON, sliding_window=8), "sliding windows"),
         ],
-        ids=["gemma", "mixtral", "biases", "activation"],
+        ids=["gemma", "mixtral", "biases", "activation", "window"],
     )
     def test_other_shapes_are_refused_by_what_differs(self, model, message: str, tmp_path: Path):
         folder = saved(model(), tmp_path)

@@ -56,8 +56,21 @@ def test_the_serving_config_says_what_cannot_be_guessed(folder: Path) -> None:
         (lambda t: t.update(extra=torch.zeros(1)), "unknown extra"),
         (lambda t: t.update({"norm.weight": torch.ones(31)}), "norm.weight has shape"),
         (lambda t: t["fc.weight"].fill_(torch.nan), "fc.weight"),
+        (lambda t: t.update({"fc.weight": t["fc.weight"].to(torch.int8)}), "fc.weight is of type torch.int8"),
+        (lambda t: t["d2t"].fill_(-1), "40 ascending target ids from 0 to 96, found 40 from -1 to 38"),
+        (lambda t: t["d2t"].copy_(torch.arange(0, 80, 2)), "from 0 to 96, found 40 from 0 to 117"),
+        (lambda t: t["d2t"].fill_(1), "d2t and t2d must name the same target ids"),
     ],
-    ids=["missing", "unknown", "mis-shaped", "never filled"],
+    ids=[
+        "missing",
+        "unknown",
+        "mis-shaped",
+        "never filled",
+        "whole numbers",
+        "map nobody set",
+        "ids for offsets",
+        "another map",
+    ],
 )
 def test_wrong_tensors_are_named(folder: Path, change: Callable, words: str) -> None:
     tensors = load_file(folder / "model.safetensors")
@@ -88,6 +101,23 @@ def test_shapes_that_cannot_be_are_named(wrong: dict[str, Any], words: str) -> N
     facts = Target.from_model(rand_llama()).facts
     with pytest.raises(HeadError, match=words):
         Eagle3Head(Eagle3Config.derive(facts, {"draft_vocab_size": 40, **wrong}))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_layers": "2"}, "a field of Eagle3Config is of a wrong type"),
+        ({"layer_ids": None}, "a field of Eagle3Config is of a wrong type"),
+        ({"target": None}, "a field of Eagle3Config is of a wrong type"),
+        ({"layer_style": "gemma"}, "head.layer_style must be llama or qwen3, found 'gemma'"),
+    ],
+)
+def test_a_record_that_was_tampered_with_is_one_line(folder: Path, change: dict[str, Any], words: str) -> None:
+    record = json.loads((folder / "spectrain.json").read_text())
+    record["config"] |= change
+    (folder / "spectrain.json").write_text(json.dumps(record))
+    with pytest.raises(HeadError, match=words):
+        load_head(folder)
 
 
 def test_whoever_may_read_the_config_may_read_the_weights(folder: Path) -> None:

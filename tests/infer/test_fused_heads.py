@@ -7,7 +7,7 @@ import torch
 
 from spectrain.heads.base import DraftHead, DraftRows
 from spectrain.heads.decoder import LayerParts
-from spectrain.heads.layers import Linear, SwiGLU
+from spectrain.heads.layers import Linear, RMSNorm, SwiGLU
 from spectrain.infer import fused_heads
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.fused_heads import FusedMix, fuse_head
@@ -72,7 +72,10 @@ def test_fused_says_what_the_own_code_says(recipe, target, monkeypatch) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("settings", [{"layer_style": "qwen3"}, {"num_layers": 2}, {"norm_before_fc": True}])
+# an eps of the size of what is normed shows where it is left out
+@pytest.mark.parametrize(
+    "settings", [{"layer_style": "qwen3", "rms_norm_eps": 0.5}, {"num_layers": 2}, {"norm_before_fc": True}]
+)
 def test_layers_of_other_styles(settings, target, monkeypatch) -> None:
     head = head_of("eagle3", target, **settings)
     fused, _ = drafted(copy.deepcopy(head), target)
@@ -164,6 +167,13 @@ class Gelu(SwiGLU):
         return self.down_proj(torch.nn.functional.gelu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Shifted(RMSNorm):
+    """Another norm."""
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
 class Doubled(Linear):
     """A projection that does more than multiply."""
 
@@ -173,10 +183,17 @@ class Doubled(Linear):
 
 @pytest.mark.parametrize(
     ("part", "kind"),
-    [("layers.1", Halving), ("layers.1.mlp", Gelu), ("layers.1.self_attn.v_proj", Doubled), ("", None)],
+    [
+        ("layers.1", Halving),
+        ("layers.1.mlp", Gelu),
+        ("layers.1.self_attn.v_proj", Doubled),
+        ("layers.1.self_attn.o_proj", Doubled),
+        ("layers.1.self_attn.k_norm", Shifted),
+        ("", None),
+    ],
 )
 def test_what_a_head_does_otherwise_is_served_as_it_does_it(part, kind, target, monkeypatch) -> None:
-    head = head_of("eagle3", target, num_layers=2)
+    head = head_of("eagle3", target, num_layers=2, layer_style="qwen3")
     plain, _ = drafted(copy.deepcopy(head), target)
     module = head.get_submodule(part)
     if kind is None:

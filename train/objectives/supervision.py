@@ -62,7 +62,7 @@ def step_metrics(
     agree = torch.zeros_like(supervision.valid)
     agree[steps, rows] = losses.top_ids == supervision.tops[steps, rows]
     valid, supervised = (grid.sum(dim=1, dtype=torch.float32) for grid in (supervision.valid, supervision.weights))
-    accepted = agree.cumprod(dim=0).bool() & supervision.valid
+    accepted = agree.cumprod(dim=0)
 
     def per_step(values: Tensor) -> Tensor:
         return torch.zeros_like(supervised).index_add_(0, steps, values.detach().float())
