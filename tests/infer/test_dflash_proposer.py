@@ -7,12 +7,14 @@ import torch
 
 from spectrain.heads.dflash import DFlashConfig, DFlashHead
 from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.planes import Planes
 from spectrain.infer.proposers.base import Drafts, DraftStep
 from spectrain.infer.proposers.dflash import DFlashProposer
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
 from spectrain.tests.fresh import loud_head
+from spectrain.tests.infer.draft_steps import step_of
 from spectrain.tests.models import rand_llama
 from spectrain.tests.train.blocks import BlockDrafter
 
@@ -158,3 +160,14 @@ def test_a_cache_made_for_the_batch_has_room_for_its_blocks(target: Target) -> N
     roomy = Engine(target, again, dataclasses.replace(config, num_blocks=400))
     roomy.generate([[5, 6, 7 + i] for i in range(4)], params)
     assert counts.drafted_per_position == roomy.statistics.drafted_per_position
+
+
+def test_a_request_without_room_leaves_its_blocks_alone(target) -> None:
+    """At the end of the context a block's rows would wrap to the start of the last page, where final rows lie."""
+    proposer = DFlashProposer(head_of(target), target.tensors(), 3)
+    planes = Planes(proposer.requirements.planes, 6, 4, torch.device("cpu"))
+    proposer.bind(planes, 2)
+    step = step_of([[7] * 3, [8] * 7], room=[3, 0])
+    proposer.propose(step._replace(block_tables=torch.tensor([[1, 2, 3], [4, 5, 0]], dtype=torch.int32)))
+    plane = planes["draft.0"].k
+    assert plane[1:4].abs().sum() > 0 and plane[4:].abs().sum() == 0

@@ -28,6 +28,7 @@ def scorer(lattice: Lattice):
         if slot and lattice.token_ids is not None:  # the index names the same token
             named = lattice.token_ids[:, slot - 1].gather(1, previous.candidate[:, None])[:, 0]
             assert torch.equal(named, previous.token_ids)
+        assert slot or not previous.candidate.any()
         return rows if lattice.token_ids is None else rows.gather(1, lattice.token_ids[:, slot])
 
     return score
