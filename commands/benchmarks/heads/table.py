@@ -148,8 +148,10 @@ def _heading(record: Mapping[str, Any]) -> str:
 
 def _training_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     titles = ("head", "trained / stored parameters", "tokens", "steps", "tokens/s", "peak memory", "predicted length")
-    lines = [*_titles(titles), ""][:-1]
-    for row in {row["head"]: row for row in rows}.values():
+    lines = _titles(titles)
+    # the first row of a head has all its seeds, rows of more draft tokens may have fewer
+    for head in dict.fromkeys(row["head"] for row in rows):
+        row = next(row for row in rows if row["head"] == head)
         memory = row["peak_memory_bytes"]
         start = f" (from {', '.join(row['starts_from'])})" if row["starts_from"] else ""
         cells = (
