@@ -30,21 +30,26 @@ def plain(target: Target, prompts: list[list[int]]) -> list[list[int]]:
     return [o.token_ids for o in Engine(target, NoneProposer(), CONFIG).generate(prompts, GREEDY)]
 
 
-@pytest.mark.usefixtures("poisoned_padding")
-@pytest.mark.parametrize(("recipe", "settings"), [*((r, {}) for r in RECIPES), ("mtp", {"num_layers": 3})], ids=str)
-def test_output_and_drafts_do_not_depend_on_batch_chunks_preemptions_or_cached_prefixes(
-    target, prompts, plain, recipe: str, settings: dict
-):
+def assert_company_changes_nothing(
+    make: Callable[[], Proposer],
+    target: Target,
+    config: EngineConfig,
+    params: SamplingParams,
+    prompts: list[list[int]],
+    plain: list[list[int]],
+    least: int,
+) -> None:
+    """Output and drafts, more than `least` of them, are the same in any batch, chunk, preemption or cached prefix."""
     seen: list[dict[tuple[int, int], list[int]]] = []
     alone = {"max_batch_size": 1, "max_batch_tokens": 7}
     for changes in ({}, alone, {"num_blocks": 26}, {"prefix_cache": True, "launch_ahead": True}):
-        proposer = loud_proposer(recipe, target, 3, **settings)
+        proposer = make()
         drafts = keep_drafts(proposer)
-        engine = Engine(target, proposer, dataclasses.replace(CONFIG, num_draft_tokens=3, **changes))
+        engine = Engine(target, proposer, dataclasses.replace(config, **changes))
         for again in range(2 if "prefix_cache" in changes else 1):
             if again:  # the second time every full block of the prompts is found
                 drafts.clear()
-            assert [o.token_ids for o in engine.generate(prompts, GREEDY)] == plain
+            assert [o.token_ids for o in engine.generate(prompts, params)] == plain
         assert ("num_blocks" in changes) == (engine.statistics.num_preemptions > 0)
         assert ("prefix_cache" in changes) == (engine.statistics.cached_prompt_tokens > 0)
         assert engine.pool.num_free == engine.pool.num_blocks - 1
@@ -52,10 +57,22 @@ def test_output_and_drafts_do_not_depend_on_batch_chunks_preemptions_or_cached_p
     for drafts in seen[1:]:
         # where a draft starts may differ, and blocks may leave room for fewer; what is drafted there may not
         common = seen[0].keys() & drafts.keys()
-        assert len(common) > 40
+        assert len(common) > least
         for key in common:
             shared = min(len(seen[0][key]), len(drafts[key]))
             assert seen[0][key][:shared] == drafts[key][:shared]
+
+
+@pytest.mark.usefixtures("poisoned_padding")
+@pytest.mark.parametrize(("recipe", "settings"), [*((r, {}) for r in RECIPES), ("mtp", {"num_layers": 3})], ids=str)
+def test_output_and_drafts_do_not_depend_on_batch_chunks_preemptions_or_cached_prefixes(
+    target, prompts, plain, recipe: str, settings: dict
+):
+    def make() -> Proposer:
+        return loud_proposer(recipe, target, 3, **settings)
+
+    config = dataclasses.replace(CONFIG, num_draft_tokens=3)
+    assert_company_changes_nothing(make, target, config, GREEDY, prompts, plain, least=40)
 
 
 FLAGS: list[tuple[str, dict[str, object], int]] = [

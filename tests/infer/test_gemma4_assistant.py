@@ -22,7 +22,7 @@ from spectrain.infer.target import Target
 from spectrain.tests.gemma4_assistants import ORDERED, assistant_of, read_by_us, reference_drafts
 from spectrain.tests.infer.proposers import keep_drafts
 from spectrain.tests.models import build, gemma4, gemma4_composite, rand_llama
-from spectrain.tests.test_lossless import joint_p
+from spectrain.tests.test_lossless import assert_company_changes_nothing, joint_p
 
 K = 4
 CONFIG = EngineConfig(num_draft_tokens=K, num_blocks=200, block_size=4, max_batch_tokens=64, max_batch_size=16)
@@ -129,26 +129,7 @@ def test_drafts_and_their_logits_are_those_of_transformers_within_and_beyond_the
 def test_output_is_the_targets_and_drafts_depend_on_nothing_but_the_text(case, prompts):
     plain_config = dataclasses.replace(CONFIG, num_draft_tokens=0)
     plain = [o.token_ids for o in Engine(case.target, NoneProposer(), plain_config).generate(prompts, GREEDY)]
-    seen: list[dict[tuple[int, int], list[int]]] = []
-    alone = {"max_batch_size": 1, "max_batch_tokens": 7}
-    for changes in ({}, alone, {"num_blocks": 26}, {"prefix_cache": True, "launch_ahead": True}):
-        proposer = case.proposer()
-        drafts = keep_drafts(proposer)
-        engine = Engine(case.target, proposer, dataclasses.replace(CONFIG, **changes))
-        for again in range(2 if "prefix_cache" in changes else 1):
-            if again:  # the second time every full block of the prompts is found
-                drafts.clear()
-            assert [o.token_ids for o in engine.generate(prompts, GREEDY)] == plain
-        assert ("num_blocks" in changes) == (engine.statistics.num_preemptions > 0)
-        assert ("prefix_cache" in changes) == (engine.statistics.cached_prompt_tokens > 0)
-        assert engine.pool.num_free == engine.pool.num_blocks - 1
-        seen.append({(request % len(prompts), length): tokens for (request, length), tokens in drafts.items()})
-    for drafts in seen[1:]:
-        common = seen[0].keys() & drafts.keys()
-        assert len(common) > 30
-        for key in common:
-            shared = min(len(seen[0][key]), len(drafts[key]))
-            assert seen[0][key][:shared] == drafts[key][:shared]
+    assert_company_changes_nothing(case.proposer, case.target, CONFIG, GREEDY, prompts, plain, least=30)
 
 
 def test_every_draft_of_a_step_stands_at_the_newest_tokens_position(plain_case, monkeypatch):
