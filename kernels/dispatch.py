@@ -36,6 +36,15 @@ def sample(
     return reference.sampling.sample(logits, temperature, seeds, positions, stream, fp64_gumbel=fp64_gumbel)
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """See `reference.sampling.argmax`."""
+    if logits.is_cuda:
+        from .sampling import argmax as implementation
+    else:
+        implementation = reference.sampling.argmax
+    return implementation(logits)
+
+
 def store_kv(k: Tensor, v: Tensor | None, k_plane: Tensor, v_plane: Tensor | None, slot_mapping: Tensor) -> None:
     """See `reference.attention.store_kv`."""
     if k_plane.is_cuda:

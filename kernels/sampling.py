@@ -77,6 +77,20 @@ def sample(
     return token_ids
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """See its twin; a tensor on a GPU."""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    batch, vocab = logits.shape
+    token_ids = torch.empty(batch, dtype=torch.int64, device=logits.device)
+    if batch:
+        stats = block_stats(logits)
+        num_blocks = stats.top.shape[1]
+        _argmax_kernel[(batch,)](
+            *(stats.maximum, stats.top, token_ids, vocab, num_blocks), NUM_BLOCKS=triton.next_power_of_2(num_blocks)
+        )
+    return token_ids
+
+
 @triton.jit
 def _mix(z):
     z = (z ^ (z >> 30)) * _MIX_1
@@ -156,6 +170,22 @@ def _block_stats_kernel(logits, maximum, total, top, row_stride, V, num_blocks, 
 
 
 @triton.jit
+def lowest_top(maximum, top, row, blocks, V, num_blocks):
+    """The lowest id that has the maximum of a row."""
+    where = row * num_blocks + blocks
+    maxima = tl.load(maximum + where, mask=blocks < num_blocks, other=float("-inf"))
+    tops = tl.load(top + where, mask=blocks < num_blocks, other=V - 1)
+    return tl.min(tl.where(maxima == tl.max(maxima, 0), tops, V - 1), 0)
+
+
+@triton.jit
+def _argmax_kernel(maximum, top, token_ids, V, num_blocks, NUM_BLOCKS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    token = lowest_top(maximum, top, row, tl.arange(0, NUM_BLOCKS), V, num_blocks)
+    tl.store(token_ids + row, token)
+
+
+@triton.jit
 def _sample_kernel(
     logits, temperature, seeds, positions, maximum, total, top, token_ids,
     row_stride, V, num_blocks,
@@ -164,11 +194,8 @@ def _sample_kernel(
     """One token of one row; at temperature 0 the lowest id of the maximum."""
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, NUM_BLOCKS)
-    where = row * num_blocks + blocks
     if tl.load(temperature + row) == 0.0:
-        maxima = tl.load(maximum + where, mask=blocks < num_blocks, other=float("-inf"))
-        best = tl.load(top + where, mask=blocks < num_blocks, other=V - 1)
-        tl.store(token_ids + row, tl.min(tl.where(maxima == tl.max(maxima, 0), best, V - 1), 0))
+        tl.store(token_ids + row, lowest_top(maximum, top, row, blocks, V, num_blocks))
         return
     key = noise_key(tl.load(seeds + row), tl.load(positions + row), STREAM)
     block = draw_block(block_log_masses(maximum, total, row, blocks, num_blocks), key, blocks, FP64)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...heads.decoder import DecoderHead
-from ...kernels.dispatch import sample
+from ...kernels.dispatch import argmax, sample
 from ...kernels.records import Stream
 from ..batch import PackedBatch
 from ..planes import PlaneSpec
@@ -80,7 +80,7 @@ def draw_all(
     logits [batch, n, draft_vocab].
     """
     if not probabilistic:
-        drafts, laws = logits.argmax(-1), logits
+        drafts, laws = argmax(logits.flatten(0, 1)).view(logits.shape[:2]), logits
     else:
         temperature = step.temperature[:, None].expand(logits.shape[:2])
         laws = (logits / torch.where(temperature > 0, temperature, 1.0)[..., None]).log_softmax(-1)

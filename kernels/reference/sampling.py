@@ -32,6 +32,11 @@ def sample(
     return token_ids
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """The lowest id of the maximum [batch] int64 of each row of logits [batch, vocab]."""
+    return logits.argmax(dim=-1)
+
+
 class BlockStats(NamedTuple):
     """Per row and block of the vocabulary, each [num_rows, num_blocks] float32."""
 

@@ -41,9 +41,9 @@ def drafted(head: DraftHead, target: Target) -> tuple[list[torch.Tensor], Engine
         return found[-1]
 
     vars(head)["logits"] = noting
-    engine = Engine(
-        target, proposer, EngineConfig(num_blocks=24, block_size=4, num_draft_tokens=K, max_batch_tokens=32)
-    )
+    # eager: a recorded call would write all its logits to one place
+    config = EngineConfig(num_blocks=24, block_size=4, num_draft_tokens=K, max_batch_tokens=32, eager=True)
+    engine = Engine(target, proposer, config)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (2, 5, 11, 17)]
     engine.generate(prompts, [SamplingParams(max_tokens=14, ignore_eos=True)] * len(prompts))

@@ -229,4 +229,4 @@ def test_a_thousand_sampled_requests_equal_their_rerun_in_another_batch(exact):
         verdict = follows_the_law(exact, items, outputs)
         print(f"p = {verdict.p_value:.3g}, n = {verdict.num_tokens}")
         assert verdict.passed and verdict.tested
-        assert not follows_the_law(exact, items, outputs, heat=1.3).passed
+        assert not follows_the_law(exact, items, outputs, heat=1.5).passed

@@ -233,6 +233,17 @@ def test_degenerate_residual_falls_back_to_target() -> None:
     assert (rejection.verify(inputs._replace(draft_token_ids=drafts, draft_log_probs=law)).token_ids[:, 0] > 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (3, 7), (2, 1024), (5, 2051), (2, 70_000)])
+def test_argmax_is_the_lowest_id_of_the_maximum(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    generator = torch.Generator(DEVICE).manual_seed(shape[1])
+    rows = torch.randint(-9, 9, shape, generator=generator, device=DEVICE).to(dtype)  # maxima are many
+    expected = (rows == rows.amax(1, keepdim=True)).int().argmax(1) if rows.numel() else torch.empty(0)
+    for logits in (rows, rows - 64, torch.cat([rows, rows], 1)[:, : shape[1]], rows.t().contiguous().t()):
+        found, twin = sampling.argmax(logits), reference.sampling.argmax(logits)
+        assert found.dtype == torch.int64 and found.tolist() == twin.tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("stream", list(Stream))
 def test_sample_equals_twin(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = random_inputs([0] * 7, 2051, seed=11)
