@@ -11,6 +11,7 @@ from spectrain.heads.layers import Linear, RMSNorm, SwiGLU
 from spectrain.infer import fused_heads
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.fused_heads import FusedMix, fuse_head
+from spectrain.infer.proposers.base import Drafts, DraftStep
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
 from spectrain.tests.fresh import head_recipes, loud_head, proposer_of, tiny_head_config
@@ -31,16 +32,24 @@ def head_of(recipe: str, target: Target, **settings: object) -> DraftHead:
 
 
 def drafted(head: DraftHead, target: Target) -> tuple[list[torch.Tensor], Engine]:
-    """Every draft logit of a few requests, rejections and a preemption among them."""
+    """Every draft logit of a few requests, rejections and a preemption among them; 0 for drafts that had no room."""
     proposer = proposer_of(head, target, K)
     found: list[torch.Tensor] = []
-    logits = head.logits
+    logits, propose = head.logits, proposer.propose
 
     def noting(*arguments: object) -> torch.Tensor:
         found.append(logits(*arguments))  # pyright: ignore[reportArgumentType]
         return found[-1]
 
-    vars(head)["logits"] = noting
+    def proposing(step: DraftStep) -> Drafts:
+        first = len(found)
+        drafts = propose(step)
+        for k, new in enumerate(found[first:]):  # [batch, vocab] of draft k, or [batch, k, vocab] of all
+            draft = torch.arange(new.shape[1], device=new.device) if new.dim() == 3 else torch.tensor(k)
+            found[first + k] = new * (draft.to(new.device) < drafts.lengths.view(-1, *[1] * draft.dim()))[..., None]
+        return drafts
+
+    vars(head)["logits"], vars(proposer)["propose"] = noting, proposing
     # eager: a recorded call would write all its logits to one place
     config = EngineConfig(num_blocks=24, block_size=4, num_draft_tokens=K, max_batch_tokens=32, eager=True)
     engine = Engine(target, proposer, config)
