@@ -24,6 +24,9 @@ from .decoder import DecoderConfig, DecoderHead, DecoderLayer, LayerParts
 from .layers import Linear, RMSNorm, RotaryEmbedding, initialise_, nan_parameter
 from .target_tensors import TargetTensors
 
+SGLANG_GUESSES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite")
+"""Targets for which SGLang 0.5 adds one to the captured ids where the first is 1, and else takes them as they stand."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(DecoderConfig):
@@ -64,7 +67,24 @@ class Eagle3Config(DecoderConfig):
             "norm_output": False,
         }
 
+    @property
+    def not_in_sglang(self) -> str | None:
+        """Why SGLang's EAGLE-3, which says nothing of it, is another network than this; None: it is the same."""
+        if self.num_layers > 1:
+            return "SGLang norms the input of further layers by another tensor"
+        if self.norm_before_residual:
+            return "SGLang adds the state before its norm"
+        if not all(0 < i < self.target.num_layers for i in self.layer_ids):
+            return "SGLang captures states between two layers only"
+        if self.target.model_type in SGLANG_GUESSES and self.layer_ids[0] != 2:
+            return "SGLang guesses from the first id how this family's layers are numbered"
+        return None
+
     def serving_config(self) -> dict[str, Any]:
+        """What vLLM and SGLang read. vLLM takes the ids of the top level, SGLang those of `eagle_config`, and adds one.
+
+        Words there in place of ids stop SGLang where it would serve another network.
+        """
         qwen3 = self.layer_style == "qwen3"
         return {
             "architectures": ["Eagle3Qwen3ForCausalLM" if qwen3 else "LlamaForCausalLMEagle3"],
@@ -81,7 +101,7 @@ class Eagle3Config(DecoderConfig):
             "eagle_config": {
                 "use_aux_hidden_state": True,
                 "norm_before_fc": self.norm_before_fc,
-                "eagle_aux_hidden_state_layer_ids": list(self.layer_ids),
+                "eagle_aux_hidden_state_layer_ids": self.not_in_sglang or [i - 1 for i in self.layer_ids],
             },
         }
 

@@ -34,6 +34,10 @@ class PEagleConfig(Eagle3Config):
     def implied(cls, target: TargetFacts) -> dict[str, Any]:
         return {**super().implied(target), "mask_token_id": None}
 
+    @property
+    def not_in_sglang(self) -> str | None:
+        return "SGLang drafts one token a pass"
+
     def serving_config(self) -> dict[str, Any]:
         """An EAGLE-3 config for `parallel_drafting: true`; without that option vLLM warns and drafts badly."""
         ids = {"pard_token": self.mask_token_id, "ptd_token_id": self.mask_token_id}

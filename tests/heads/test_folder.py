@@ -1,5 +1,6 @@
 """The head folder: what is written loads to the same head, and what does not belong is named."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ from spectrain.heads.base import HeadError, TargetFacts, default_aux_layer_ids
 from spectrain.heads.eagle3 import Eagle3Config, Eagle3Head
 from spectrain.heads.folder import load_head, save_head
 from spectrain.infer.target import Target
+from spectrain.tests.fresh import tiny_head_config
+from spectrain.tests.heads.published import LLAMA_8B
 from spectrain.tests.models import rand_llama
 
 
@@ -43,10 +46,37 @@ def test_the_serving_config_says_what_cannot_be_guessed(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4] and config["num_aux_hidden_states"] == 3
+    # SGLang adds one to what it reads
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
     assert config["norm_before_residual"] is False and config["vocab_size"] == 97 and config["draft_vocab_size"] == 40
     tensors = load_file(folder / "model.safetensors")
     assert tensors["d2t"].tolist() == list(range(40))  # offsets: target id = draft id + d2t
     assert tensors["t2d"].nonzero().flatten().tolist() == list(range(0, 80, 2))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model_type", "settings", "found"),
+    [
+        ("eagle3", "llama", {"layer_ids": [1, 9, 31]}, [0, 8, 30]),
+        ("eagle3", "llama", {"layer_ids": [0, 9, 31]}, "SGLang captures states between"),
+        ("eagle3", "llama", {"layer_ids": [1, 9, 32]}, "SGLang captures states between"),
+        ("eagle3", "llama", {"num_layers": 2}, "SGLang norms"),
+        ("eagle3", "llama", {"norm_before_residual": True}, "SGLang adds"),
+        ("eagle3", "deepseek_v3", {"layer_ids": [2, 9, 31]}, [1, 8, 30]),
+        ("eagle3", "deepseek_v3", {"layer_ids": [1, 9, 31]}, "SGLang guesses"),
+        ("eagle3", "deepseek_v3", {"layer_ids": [3, 9, 31]}, "SGLang guesses"),
+        ("peagle", "llama", {"num_layers": 1}, "SGLang drafts one token"),
+    ],
+)
+def test_sglang_reads_its_own_layer_numbers_or_none(
+    recipe: str, model_type: str, settings: dict[str, Any], found: list[int] | str
+) -> None:
+    """Words where it expects numbers stop it at once; vLLM takes the ids of the top level, which stay as they are."""
+    config = tiny_head_config(recipe, dataclasses.replace(LLAMA_8B, model_type=model_type), **settings)
+    serving = config.serving_config()
+    read = serving["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert read == found if isinstance(found, list) else read.startswith(found)
+    assert serving["eagle_aux_hidden_state_layer_ids"] == list(config.layer_ids)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,51 @@
+"""What `fit` wrote, loaded in a real SGLang: it drafts there what it drafts here, token for token.
+
+Needs SGLang 0.5.23 in an environment of its own, whose interpreter SPECTRAIN_SGLANG names; no GPU:
+
+    python -m venv sglang && sglang/bin/pip install sglang==0.5.23
+    SPECTRAIN_SGLANG=sglang/bin/python pytest -m slow tests/test_sglang.py
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from spectrain.tests.serving import Case, K, Texts, drafted_by, drafted_here, make_texts, trained
+
+PYTHON = os.environ.get("SPECTRAIN_SGLANG")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(PYTHON is None, reason="SPECTRAIN_SGLANG names no Python that has SGLang"),
+]
+SCRIPT = Path(__file__).parent / "sglang_counts.py"
+CHAIN = {"speculative_num_steps": K, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": K + 1}
+EAGLE3 = {"speculative_algorithm": "EAGLE3", **CHAIN}
+CASES = {
+    "three layers": Case("eagle3", ("head.layer_ids=[1,2,3]", "head.draft_vocab_size=null"), EAGLE3),
+    "reduced": Case("eagle3", ("head.layer_ids=[1,2,3]", "head.draft_vocab_size=64"), EAGLE3),
+    "fc_norm": Case(
+        "eagle3",
+        ("head.layer_ids=[1,2,3]", "head.draft_vocab_size=null", "head.fc_norm=true", "head.norm_output=true"),
+        EAGLE3,
+    ),
+    "small model": Case(
+        "draft_model", ("head.num_layers=2",), {"speculative_algorithm": "STANDALONE", **CHAIN}, needs_model=True
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
+    return make_texts(tmp_path_factory.mktemp("texts")).first(2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sglang_drafts_what_the_engine_drafts(name: str, texts: Texts, tmp_path: Path) -> None:
+    assert PYTHON is not None
+    head = trained(texts, CASES[name], tmp_path)
+    speculative = {**CASES[name].speculative, "speculative_draft_model_path": str(head)}
+    ours, theirs = drafted_here(texts, head), drafted_by(PYTHON, SCRIPT, texts, speculative, tmp_path)
+    assert ours["texts"] == theirs["texts"]
+    assert theirs == ours
+    assert 0 < ours["accepted"][0] < ours["drafts"], "all or nothing accepted would prove little"
