@@ -9,20 +9,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spectrain import cli
-from spectrain.commands.fit import fit
 from spectrain.heads.base import HeadError
 from spectrain.heads.folder import load_head, read_record
 from spectrain.heads.pard import Pard
-from spectrain.infer.engine import Engine, EngineConfig
-from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
 from spectrain.recipes.loader import load_recipe
 from spectrain.tests.chats import PLAIN, VOCABULARY, word_tokenizer
-from spectrain.tests.fresh import proposer_of
 from spectrain.tests.language_models import parallel_logits
 from spectrain.tests.loop import RECIPES, SETTINGS, extract_and_fit
-from spectrain.tests.models import rand_llama, succ_llama
-from spectrain.tests.shard_folders import make_document, write_shards
+from spectrain.tests.models import rand_llama
 from spectrain.tests.steering import TOLERANCE, trainer_logits
 from spectrain.tests.train.runs import Recorder
 from spectrain.train.run import FitRequest
@@ -138,32 +133,3 @@ def test_eval_measures_the_head_and_any_model_of_the_tokenizer(world: World, tmp
         arguments = ("--head", tmp_path / "small", "--method", method, "--out", tmp_path / "small-report")
         code, shown = run_eval(capsys, *shared, *arguments)
         assert code == 2 and f"{refusal}, found id 9 to be 'c' and 'f'" in shown
-
-
-@pytest.mark.parametrize("method", ["draft_model", "pard"])
-def test_a_drafter_trained_on_a_target_that_counts_drafts_nothing_wrong(method: str, tmp_path: Path):
-    """A small random model, trained by `fit` on SUCC's text; labels one off anywhere would leave no draft right."""
-    model, layers = succ_llama(4, vocab_size=42), (4,)
-    walks = [torch.arange(20) + row for row in range(21)]
-    documents = [make_document(model, walk, torch.arange(20) >= 1, i, layers) for i, walk in enumerate(walks)]
-    shards = write_shards(tmp_path / "shards", model=model, documents=documents, layers=layers)
-    small = rand_llama(2, vocab_size=42, hidden_size=48, tie_word_embeddings=True, max_position_embeddings=256)
-    small.save_pretrained(tmp_path / "small")
-    changes = ["optimizer.lr=3e-3", "optimizer.schedule=cosine", "data.batch_size=4", "stopping.epochs=40"]
-    changes += ["objective.steps=3", "head.mask_token_id=41"] if method == "pard" else []
-    fit(
-        recipe=method,
-        shards=[shards],
-        out=tmp_path / "head",
-        model=str(tmp_path / "small"),
-        overrides=[*changes, "data.sequence_length=64", "stopping.eval_every=500", "stopping.save_every=500"],
-        device="cpu",
-    )
-    head = load_head(tmp_path / "head", dtype=torch.float32).head
-    target = Target.from_model(succ_llama(4, vocab_size=42))
-    engine = Engine(
-        target, proposer_of(head, target, 3), EngineConfig(num_draft_tokens=3, num_blocks=200, block_size=4)
-    )
-    prompts = [[start, start + 1] for start in (1, 7, 15)]
-    engine.generate(prompts, SamplingParams(max_tokens=17, ignore_eos=True))
-    assert engine.statistics.accepted_tokens == engine.statistics.draft_tokens > 0

@@ -40,9 +40,8 @@ class Gemma4AssistantProposer(LastStateProposer):
         return drafts_within(step, self.head.config.max_position_embeddings, self.num_draft_tokens)
 
     def _advance(self, step: DraftStep, states: Tensor, newest: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        # the newest token has no row yet, and a table row of nobody has none at all
-        has_rows = (step.seq_lens > 1).long()
-        batch = ChainRows(step, step.seq_lens - 2, has_rows, 1, self._block_size).at(0, newest)
+        # the newest token has no row yet
+        batch = ChainRows(step, step.seq_lens - 2, step.room, 1, self._block_size).at(0, newest)
         layers = self.head.config.layers
 
         def read(index: int, q: Tensor) -> Tensor:

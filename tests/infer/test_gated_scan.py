@@ -107,6 +107,29 @@ def test_convolution_at_every_cut(num_inputs: int):
             torch.testing.assert_close(out[3:-1], expected[start:end], atol=1e-12, rtol=0)
 
 
+class WrittenOnce(Tensor):
+    """Memory of two indices whose every entry is written once at a time, but for the last row's, which is nobody's."""
+
+    def __setitem__(self, at: tuple[Tensor, Tensor], value: Tensor) -> None:
+        places = torch.stack([part.as_subclass(Tensor) for part in at], dim=1)
+        places = places[places[:, 0] < len(self) - 1]
+        assert len(places.unique(dim=0)) == len(places)
+        super().__setitem__(at, value)
+
+
+@pytest.mark.parametrize("num_inputs", [TAPS - 1, TAPS + 3])
+def test_no_two_rows_of_a_step_are_kept_in_one_place(num_inputs: int):
+    """The newest rows stay. Which of two writers wins is left open on a GPU; on a CPU it happens to be the last."""
+    memory = torch.zeros(4, num_inputs, CHANNELS, dtype=torch.float64).as_subclass(WrittenOnce)
+    counts, weight = (num_inputs + 1, num_inputs, 2 * num_inputs + 1), draw(CHANNELS, TAPS)
+    rows = rows_of([(row, 5, count) for row, count in enumerate(counts)], padding=2)
+    x = draw(sum(counts) + 2, CHANNELS)
+    causal_conv(x, weight, None, memory, rows)
+    for row, (count, text) in enumerate(zip(counts, x.split([*counts, 2]), strict=False)):
+        for back in range(1, num_inputs + 1):
+            assert torch.equal(memory[row, (5 + count - back) % num_inputs], text[-back])
+
+
 def test_rejected_rows_leave_nothing_behind():
     """Of a step's rows any number may be kept; the next step starts behind them."""
     kept, length = 4, 14

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor
 
 from spectrain.heads.base import DraftHead, HeadError
 from spectrain.heads.per_step import PerStepHead
@@ -14,7 +13,8 @@ from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
 from spectrain.tests.fresh import fresh_head, fresh_proposer, proposer_of, tiny_head_config
-from spectrain.tests.models import COMMON, build, rand_llama
+from spectrain.tests.infer.markov import first_accepted, markov_target, output_of
+from spectrain.tests.models import rand_llama
 from spectrain.tests.train.toys import MK
 
 CONFIG = EngineConfig(num_blocks=200, block_size=4, max_batch_tokens=64, max_batch_size=16)
@@ -46,29 +46,6 @@ def test_more_drafts_than_heads_are_refused(target):
         proposer(target, "medusa", 6)
 
 
-def markov_target() -> Target:
-    """Tokens of the law MK: the state names the last token, whatever came before it."""
-    model = build(
-        "Llama", **{**COMMON, "vocab_size": 3, "num_hidden_layers": 1, "eos_token_id": None, "bos_token_id": None}
-    )
-    decoder = model.get_decoder()
-    with torch.no_grad():
-        decoder.embed_tokens.weight.copy_(torch.eye(3, 32))
-        decoder.norm.weight.fill_(1.0)
-        for layer in decoder.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        model.get_output_embeddings().weight.copy_(output_of(MK))
-    return Target.from_model(model)
-
-
-def output_of(law: Tensor) -> Tensor:
-    """The matrix whose softmax after normed state onehot(c) * sqrt(32) is law[c]."""
-    weight = torch.zeros(3, 32)
-    weight[:, :3] = law.log().T / 32**0.5
-    return weight
-
-
 def perfect_head(recipe: str, target: Target) -> DraftHead:
     """A head that makes the best of MK: Medusa knows the newest state, an MLP speculator the token before a draft."""
     head = fresh_head(tiny_head_config(recipe, target.facts, num_heads=4), target.tensors())
@@ -96,26 +73,8 @@ def perfect_head(recipe: str, target: Target) -> DraftHead:
     ],
 )
 def test_acceptance_is_the_closed_form_of_perfect_heads(recipe: str, sampling: str, survive: tuple[float, ...]):
-    """What share of a stationary text's first drafts is accepted up to each position.
-
-    Later drafts of a request start where earlier ones were rejected, which is no stationary place.
-    """
     target = markov_target()
-    proposer = proposer_of(perfect_head(recipe, target), target, 4, sampling)
-    known: dict[int, list[int]] = {}
-
-    def keep(step, propose=proposer.propose):
-        for request, length in zip(step.request_ids, step.seq_lens.tolist(), strict=True):
-            known.setdefault(request, []).append(length)
-        return propose(step)
-
-    proposer.propose = keep
-    config = EngineConfig(num_draft_tokens=4, num_blocks=2000, block_size=4, max_batch_tokens=4096, max_batch_size=400)
-    prompts = [[0]] * 1600 + [[1]] * 1400 + [[2]] * 720
-    params = [SamplingParams(max_tokens=8, temperature=1.0, seed=i) for i in range(3720)]
-    Engine(target, proposer, config).generate(prompts, params)
-    accepted = torch.tensor([lengths[1] - lengths[0] - 1 for lengths in known.values()])
-    assert len(accepted) == 3720
+    accepted = first_accepted(target, proposer_of(perfect_head(recipe, target), target, 4, sampling))
     for i, expected in enumerate(survive):
         assert float((accepted > i).float().mean()) == pytest.approx(expected, abs=0.03 if expected < 1 else 1e-3)
 

@@ -177,6 +177,20 @@ def test_what_stands_before_decides_how_a_draft_is_cut():
     assert read(between, known).continued(TEXTS["qwen"].encode("e fox")) == [*gpt.encode("e"), *gpt.encode(" fox")]
 
 
+def test_a_draft_is_cut_behind_about_half_of_the_known_tokens_from_a_word_on(monkeypatch: pytest.MonkeyPatch):
+    """All 16 known tokens may begin within a word, and the last word alone says little of how its text was cut."""
+    gpt, encoded = TEXTS["gpt"], []
+    fox = gpt.encode(" fox")
+    assert [gpt.piece(token) for token in fox] == [b" ", b"fo", b"x"], "the middle of the known tokens lies within it"
+    known = gpt.encode(" the" * 6 + " fox" + " the" * 7)
+    assert len(known) == translations.KNOWN_TOKENS and known[6:9] == fox
+    reading, drafted = read(pair("gpt", "qwen"), gpt.encode(" the sum") + known), TEXTS["qwen"].encode(" the")
+    encode = TokenText.encode
+    monkeypatch.setattr(TokenText, "encode", lambda self, text: encoded.append(text) or encode(self, text))
+    reading.continued(drafted)
+    assert encoded == [" fox" + " the" * 8]
+
+
 @pytest.mark.parametrize("draft", ALL)
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
