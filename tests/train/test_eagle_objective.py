@@ -27,6 +27,7 @@ from spectrain.tests.train.toys import (
 from spectrain.train.attention import UnrolledAttend
 from spectrain.train.batch import TrainBatch
 from spectrain.train.losses import LossKind
+from spectrain.train.objectives import rollout
 from spectrain.train.objectives.eagle import EagleObjective, EagleSettings
 from spectrain.train.objectives.rollout import unroll
 
@@ -163,14 +164,14 @@ def test_noise_follows_the_document_and_its_epoch_and_leaves_labels_alone(monkey
     assert torch.equal(together[1], swapped[0])
     assert not torch.equal(alone[0], states([[first]], shift=1)[0])
     seen: list[Tensor] = []
-    original = EagleObjective.__call__.__globals__["soft_labels"]
+    original = rollout.soft_labels
 
     def watched(*arguments: object) -> object:
         labels = original(*arguments)
         seen.append(labels.normed)
         return labels
 
-    monkeypatch.setattr("spectrain.train.objectives.eagle.soft_labels", watched)
+    monkeypatch.setattr(rollout, "soft_labels", watched)
     states([[first]])
     torch.testing.assert_close(seen[0], target.norm(first.final[1:8]))
 
