@@ -173,4 +173,4 @@ def methods(
     settings |= {n: path and path.name for n, path in (("head", head), ("draft_model", draft_model))}
     settings["model"] = model.rstrip("/").rpartition("/")[2]
     record = Record("methods", device_of(device), plain_settings(settings), out)
-    finish(record, lambda record: benchmark.run(record, work))
+    finish(record, lambda record: benchmark.run(record, work), benchmark.markdown)

@@ -8,11 +8,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..devices import environment
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 CPU_NOTE = "CPU figures: they show that the benchmark runs, and say nothing of a GPU"
 
@@ -77,12 +80,23 @@ class Record:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.as_json(), indent=2, allow_nan=False) + "\n")
 
-    def show(self) -> None:
-        """Prints a table for each kind of row: a line a figure, a column a row."""
+    def show(self, text: str | None = None) -> None:
+        """Prints `text`, else a table for each kind of row: a line a figure, a column a row; then what was checked."""
         from rich.console import Console
-        from rich.table import Table
 
         console = Console(highlight=False)
+        if text is None:
+            self._print_tables(console)
+        else:
+            print(text)
+        checked = dict.fromkeys(name for row in self.rows for name in row["checks"])
+        console.print(f"checked: {'; '.join(checked)}", markup=False)
+        if self.device.type == "cpu":
+            console.print(CPU_NOTE, markup=False)
+
+    def _print_tables(self, console: "Console") -> None:
+        from rich.table import Table
+
         groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for row in self.rows:
             groups.setdefault(tuple(row), []).append(row)
@@ -92,20 +106,18 @@ class Record:
                 if name != "checks":
                     table.add_row(name.replace("_", " "), *(_shown(row[name]) for row in rows))
             console.print(table, markup=False)
-        checked = dict.fromkeys(name for row in self.rows for name in row["checks"])
-        console.print(f"checked: {'; '.join(checked)}", markup=False)
-        if self.device.type == "cpu":
-            console.print(CPU_NOTE, markup=False)
 
 
-def finish(record: Record, measure: Callable[[Record], None]) -> None:
-    """Measures; the rows that passed are shown and written, also where a later one was refused."""
+def finish(
+    record: Record, measure: Callable[[Record], None], text: Callable[[Sequence[dict[str, Any]]], str] | None = None
+) -> None:
+    """Measures; the rows that passed are shown, by `text` if given, and written, also where a later one was refused."""
     try:
         measure(record)
     finally:
         if record.rows:
             record.write()
-            record.show()
+            record.show(None if text is None else text(record.rows))
             print(f"record: {record.path}")
 
 

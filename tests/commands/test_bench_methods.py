@@ -23,9 +23,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    """Exit code, and what the command said: on the error stream where it failed."""
     with pytest.raises(SystemExit) as leaving:
         cli.main([*map(str, arguments)])
-    return int(leaving.value.code or 0), capsys.readouterr().err
+    code, said = int(leaving.value.code or 0), capsys.readouterr()
+    return code, said.err if code else said.out
 
 
 def bench(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
@@ -35,7 +37,8 @@ def bench(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, 
 def test_a_row_a_method_set_and_batch_size(inputs, tmp_path, capsys) -> None:
     out = tmp_path / "m.json"
     sizes = ("--batch-sizes", "1,3", "--limit", 2, "--max-new-tokens", 8)
-    assert bench(capsys, *inputs, "--method", "ngram,ngram_gpu", *sizes, "--out", out)[0] == 0
+    code, said = bench(capsys, *inputs, "--method", "ngram,ngram_gpu", *sizes, "--out", out)
+    assert code == 0
     record = json.loads(out.read_text())
     key = ("prompt_set", "batch_size", "method", "num_prompts")
     found = {tuple(row[name] for name in key) for row in record["results"]}
@@ -46,6 +49,7 @@ def test_a_row_a_method_set_and_batch_size(inputs, tmp_path, capsys) -> None:
     table = out.with_suffix(".md").read_text()
     row = next(r for r in record["results"] if (r["prompt_set"], r["batch_size"], r["method"]) == ("first", 1, "ngram"))
     assert f"| ngram | 3 | {row['speedup']:.2f} x (" in table and table.count("### ") == 2
+    assert table[table.index("### ") :] in said, "the tables that were written are those that are shown"
     assert (tmp_path / "m" / "batch-3" / "report.json").is_file()
 
 
@@ -81,7 +85,7 @@ def test_code_edits_quote_the_whole_function(tmp_path, capsys) -> None:
     source, out = tmp_path / "h.jsonl", tmp_path / "new" / "e.jsonl"
     function = {"prompt": "def f(x):\n", "canonical_solution": "    return x\n", "entry_point": "f"}
     source.write_text(json.dumps(function) + "\n" + json.dumps(function | {"task_id": 2}) + "\n")
-    assert run(capsys, "data", "code-edits", "--source", source, "--out", out) == (0, "")
+    assert run(capsys, "data", "code-edits", "--source", source, "--out", out)[0] == 0
     prompts = [json.loads(line)["prompt"] for line in out.read_text().splitlines()]
     assert len(prompts) == 2 and all("```python\ndef f(x):\n    return x\n```" in prompt for prompt in prompts)
     assert prompts[0] != prompts[1]
