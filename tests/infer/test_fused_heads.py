@@ -123,7 +123,7 @@ def test_what_was_fused_is_not_packed_again_unless_its_weights_moved(target) -> 
     assert all(torch.equal(tensor, before[name]) for name, tensor in head.state_dict().items())
     with torch.no_grad():
         layer.self_attn.q_proj.weight.fill_(2.0)
-    assert (vars(layer)["mix"].qkv_weight[: layer.self_attn.q_proj.out_features] == 2.0).all()
+    assert (vars(layer)["mix"].packed.qkv_weight[: layer.self_attn.q_proj.out_features] == 2.0).all()
 
 
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj"])
