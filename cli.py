@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple, NoReturn
@@ -41,7 +42,7 @@ SEVERAL = frozenset(
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs one command and exits: 0 done, 2 wrong input (one line on stderr), 130 interrupted.
 
-    Faults of our own keep their traceback.
+    Faults of our own keep their traceback; code of a user that asks to exit gets a line too.
     """
     arguments = spread(sys.argv[1:] if arguments is None else arguments)
     if not sys.stderr.isatty():
@@ -51,6 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         build_app(_invoked(arguments))(arguments, prog_name="spectrain")
     except KeyboardInterrupt:
         sys.exit(130)
+    except SystemExit as leaving:
+        left = left_by(leaving)
+        if left is None:
+            raise
+        print("spectrain: error:", " ".join(left.split()), file=sys.stderr)
+        sys.exit(2)
     except (ValueError, OSError) as error:
         if not is_for_user(error):
             raise
@@ -116,6 +123,17 @@ def is_for_user(error: BaseException) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and _is_ours(trace.tb_frame.f_globals.get("__name__", ""))
+
+
+def left_by(leaving: SystemExit) -> str | None:
+    """Which code that is not ours asked to end the process, such as the class of a user; None where we did."""
+    places = [(f.f_globals.get("__name__", ""), f.f_code, line) for f, line in traceback.walk_tb(leaving.__traceback__)]
+    # the innermost one; argparse and the like end a process for whoever called them
+    module, code, line = [place for place in places if place[0].split(".")[0] not in sys.stdlib_module_names][-1]
+    if _is_ours(module) or module.split(".")[0] in ("typer", "click"):
+        return None
+    name = module if code.co_name == "<module>" else f"{module}:{code.co_qualname}"
+    return f"{name} ended the command: SystemExit: {leaving} ({os.path.basename(code.co_filename)}:{line})"
 
 
 def _is_ours(module: str) -> bool:

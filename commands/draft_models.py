@@ -52,6 +52,11 @@ def load_model(
     if method == "pard":
         assert shared is not None
         config = PardConfig.derive_from(target.facts, whole, found)
+        if config.mask_token_id is None:
+            raise HeadError(
+                f"pard drafts behind a mask token, found no pard_token in the config.json of {folder}; give a model "
+                f"trained for it (`fit --recipe pard`), or use --method draft_model"
+            )
         return _load(Pard(config.served_as_it_is(target.vocab_size, min(shared, rows))), found, target)
     config = DraftModelConfig.derive_from(target.facts, whole, found)
     if shared is not None:

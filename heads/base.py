@@ -252,6 +252,15 @@ def check_mask_token(token_id: int | None, vocab_size: int) -> None:
         )
 
 
+def check_whole_vocabulary(config: HeadConfig, method: str) -> None:
+    """Raises HeadError where a head would draft over a part of the vocabulary that its method drafts over all of."""
+    if config.draft_vocab_size != config.vocab_size:
+        raise HeadError(
+            f"{method} drafts with the target's output matrix over all {config.vocab_size} tokens, found "
+            f"head.draft_vocab_size {config.draft_vocab_size}; set it to null"
+        )
+
+
 def check_plain_logits(target: TargetTensors, method: str) -> None:
     """Raises HeadError unless the target's logits are a product with its output matrix and nothing more."""
     shaped = {

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self, cast
 import torch
 from torch import Tensor, nn
 
-from .base import Attend, HeadError, TargetFacts, check_mask_token, chosen_mask_token
+from .base import Attend, HeadError, TargetFacts, check_mask_token, check_whole_vocabulary, chosen_mask_token
 from .decoder import DecoderConfig, DecoderHead, DecoderLayer
 from .layers import Linear, RMSNorm, RotaryEmbedding, initialise_
 from .target_tensors import TargetTensors
@@ -43,11 +43,7 @@ class DFlashConfig(DecoderConfig):
         super().__post_init__()
         if not self.layer_ids:
             raise HeadError("the head needs at least one aux layer, found none; set head.layer_ids")
-        if self.draft_vocab_size != self.vocab_size:
-            raise HeadError(
-                f"the head drafts with the target's output head over all {self.vocab_size} tokens, found "
-                f"head.draft_vocab_size {self.draft_vocab_size}; set it to null"
-            )
+        check_whole_vocabulary(self, "DFlash")
         if self.num_drafts < 1:
             raise HeadError(f"head.block_size must leave room for a draft beside the anchor, found {self.block_size}")
         check_mask_token(self.mask_token_id, self.vocab_size)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import Attend, DraftOutput, DraftRows, HeadError, TargetFacts, check_plain_logits
+from .base import Attend, DraftOutput, DraftRows, HeadError, TargetFacts, check_plain_logits, check_whole_vocabulary
 from .decoder import DecoderConfig, DecoderHead, DecoderLayer
 from .layers import Linear, RotaryEmbedding, initialise_
 from .target_tensors import TargetTensors
@@ -34,11 +34,7 @@ class EagleConfig(DecoderConfig):
                 f"EAGLE is conditioned on the state after the target's last layer, id {self.target.num_layers}, found "
                 f"head.layer_ids {list(self.layer_ids)}; set it to null"
             )
-        if self.draft_vocab_size != self.vocab_size:
-            raise HeadError(
-                f"EAGLE drafts with the target's own output matrix over all {self.vocab_size} tokens, found "
-                f"head.draft_vocab_size {self.draft_vocab_size}; set it to null"
-            )
+        check_whole_vocabulary(self, "EAGLE")
 
     @classmethod
     def implied(cls, target: TargetFacts) -> dict[str, Any]:

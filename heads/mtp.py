@@ -12,7 +12,7 @@ from typing import Any, Self, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from .base import Attend, DraftOutput, DraftRows, HeadError, TargetFacts, check_plain_logits
+from .base import Attend, DraftOutput, DraftRows, HeadError, TargetFacts, check_plain_logits, check_whole_vocabulary
 from .decoder import DecoderConfig, DecoderHead, KeyShape
 from .model_folder import Checkpoint
 from .mtp_block import LibraryBlocks
@@ -58,11 +58,7 @@ class MtpConfig(DecoderConfig):
                 f"MTP is conditioned on the state after the target's last layer, id {self.target.num_layers}, found "
                 f"head.layer_ids {list(self.layer_ids)}; set it to null"
             )
-        if self.draft_vocab_size != self.vocab_size:
-            raise HeadError(
-                f"MTP drafts over all {self.vocab_size} tokens, found head.draft_vocab_size {self.draft_vocab_size}; "
-                f"set it to null"
-            )
+        check_whole_vocabulary(self, "MTP")
 
     @classmethod
     def implied(cls, target: TargetFacts) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 The policy runs on the host and is always behind the device: it knows what earlier drafts promised, never what the
 drafts about to be verified promise. A step's size that followed their confidence would follow tokens already drawn, and
-sampled output would leave the target's law (`drafting.py`).
+sampled output would leave the target's law (`survival.py`).
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from .costs import StepCosts
-from .drafting import UNKNOWN_CONFIDENCE
+from .survival import UNKNOWN_CONFIDENCE
 
 DraftPolicyName = Literal["fixed", "adaptive"]
 

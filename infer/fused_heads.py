@@ -14,7 +14,7 @@ from ..heads.layers import Attention, Linear, RMSNorm, SwiGLU
 from ..heads.mlp_speculator import ShiftedRMSNorm
 from ..kernels import dispatch
 from .attention import PagedAttend
-from .fusion import pack
+from .packed_layer import Norm, PackedLayer
 
 
 def fuse_head(head: DraftHead) -> None:
@@ -68,8 +68,19 @@ class FusedMix:
 
     def __init__(self, layer: LayerParts) -> None:
         self.layer = layer
-        self.qkv_weight, self.qkv_bias = pack(_packed(layer)[:3])
-        self.gate_up_weight, self.gate_up_bias = pack(_packed(layer)[3:])
+        attention, mlp = layer.self_attn, layer.mlp
+        q_norm = k_norm = None
+        if attention.has_qk_norm:
+            q_norm, k_norm = (Norm(norm.weight, norm.eps, False) for norm in (attention.q_norm, attention.k_norm))
+        self.packed = PackedLayer(
+            _packed(layer)[:3],
+            attention.o_proj,
+            _packed(layer)[3:],
+            mlp.down_proj,
+            layer.post_attention_layernorm,
+            q_norm,
+            k_norm,
+        )
         self._views = [parameter.data for parameter in self._parameters()]
 
     @property
@@ -85,24 +96,12 @@ class FusedMix:
         layer, attention = self.layer, self.layer.self_attn
         if not isinstance(attend, PagedAttend) or torch.is_grad_enabled() or not self.is_current:
             return type(layer).mix(layer, residual, x, cos, sin, attend)
+
+        def mixed(q: Tensor) -> Tensor:
+            return attend.over_stored(attention.layer, q)
+
         plane = attend.plane(attention.layer)
-        assert plane.v is not None
-        q_norm, k_norm = (attention.q_norm, attention.k_norm) if attention.has_qk_norm else (None, None)
-        q = dispatch.rope_store(
-            dispatch.linear(x, self.qkv_weight, self.qkv_bias),
-            cos[:, 0],
-            sin[:, 0],
-            None if q_norm is None else q_norm.weight,
-            None if k_norm is None else k_norm.weight,
-            0.0 if q_norm is None else q_norm.eps,
-            plane.k,
-            plane.v,
-            attend.slot_mapping,
-        )
-        mixed = attend.over_stored(attention.layer, q)
-        states = dispatch.linear(mixed.flatten(1), attention.o_proj.weight, attention.o_proj.bias, residual)
-        gated = dispatch.gated_linear(layer.post_attention_layernorm(states), self.gate_up_weight, self.gate_up_bias)
-        return dispatch.linear(gated, layer.mlp.down_proj.weight, layer.mlp.down_proj.bias, states)
+        return self.packed(residual, x, cos[:, 0], sin[:, 0], plane, attend.slot_mapping, mixed)
 
 
 def project(states: Tensor, weight: Tensor) -> Tensor:

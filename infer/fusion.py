@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..kernels import dispatch
 from .attention import SITE, AttentionSite, attend
+from .packed_layer import Norm, PackedLayer
 from .probe import AttentionLayer
 
 EPS_NAMES = ("variance_epsilon", "eps")
@@ -23,20 +24,6 @@ EPS_NAMES = ("variance_epsilon", "eps")
 
 class FusionError(ValueError):
     """A model whose layers cannot be fused; the message says why."""
-
-
-@dataclass(frozen=True)
-class Norm:
-    """An RMS norm, measured to be one."""
-
-    weight: Tensor  # [width]
-    eps: float
-    unit_offset: bool
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [..., width] normalised, in its own shape and dtype."""
-        rows = x.reshape(-1, x.shape[-1])
-        return dispatch.rms_norm(rows, self.weight, self.eps, unit_offset=self.unit_offset).view(x.shape)
 
 
 @dataclass(frozen=True)
@@ -60,8 +47,9 @@ class FusedLayer:
 
     def __init__(self, parts: LayerParts) -> None:
         self.parts = parts
-        self.qkv_weight, self.qkv_bias = pack(parts.qkv)
-        self.gate_up_weight, self.gate_up_bias = pack(parts.gate_up)
+        self.packed = PackedLayer(
+            parts.qkv, parts.out, parts.gate_up, parts.down, parts.mlp_norm, parts.q_norm, parts.k_norm
+        )
 
     def __call__(
         self,
@@ -80,25 +68,14 @@ class FusedLayer:
             raise FusionError(f"{site.name} is given no rotary embeddings")
         x = hidden_states[0]
         cos, sin = (table.expand(1, len(x), -1)[0] for table in position_embeddings)
-        q_norm, k_norm = parts.q_norm, parts.k_norm
-        q = dispatch.rope_store(
-            dispatch.linear(parts.input_norm(x), self.qkv_weight, self.qkv_bias),
-            cos,
-            sin,
-            None if q_norm is None else q_norm.weight,
-            None if k_norm is None else k_norm.weight,
-            0.0 if q_norm is None else q_norm.eps,
-            plane.k,
-            plane.v,
-            batch.slot_mapping,
-        )
         attention = parts.attention
-        mixed = attend(
-            plane, batch, q, scale=attention.scale, window=site.window, chunk=site.chunk, softcap=attention.softcap
-        )
-        x = dispatch.linear(mixed.flatten(1), parts.out.weight, parts.out.bias, x)
-        gated = dispatch.gated_linear(parts.mlp_norm(x), self.gate_up_weight, self.gate_up_bias)
-        return dispatch.linear(gated, parts.down.weight, parts.down.bias, x)[None]
+
+        def mixed(q: Tensor) -> Tensor:
+            return attend(
+                plane, batch, q, scale=attention.scale, window=site.window, chunk=site.chunk, softcap=attention.softcap
+            )
+
+        return self.packed(x, parts.input_norm(x), cos, sin, plane, batch.slot_mapping, mixed)[None]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FusedLayer":
         return FusedLayer(copy.deepcopy(self.parts, memo))  # copied parameters are no views: they are packed again
@@ -263,21 +240,3 @@ def _find_final_norm(model: nn.Module, layers: nn.ModuleList, hidden: int) -> tu
     found = [(child, measure_rms_norm(child, hidden)) for child in parent.children() if not _is_touched(child)]
     norms = [(child, norm) for child, norm in found if norm is not None]
     return norms[0] if len(norms) == 1 else None
-
-
-@torch.no_grad()
-def pack(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """One weight, and one bias where any has one, whose rows the linears' own parameters become views of."""
-    sizes = [linear.out_features for linear in linears]
-    weight = torch.cat([linear.weight for linear in linears])
-    bias = None
-    if any(linear.bias is not None for linear in linears):
-        bias = torch.cat(
-            [weight.new_zeros(n) if m.bias is None else m.bias for m, n in zip(linears, sizes, strict=True)]
-        )
-        for linear, part in zip(linears, bias.split(sizes), strict=True):
-            if linear.bias is not None:
-                linear.bias.data = part
-    for linear, part in zip(linears, weight.split(sizes), strict=True):
-        linear.weight.data = part
-    return weight, bias

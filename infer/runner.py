@@ -13,7 +13,6 @@ from torch import Tensor
 from ..kernels.records import RejectionOutputs
 from .costs import Rehearsal, StepCosts, measure_costs, stopwatch
 from .draft_policy import DraftPolicy, draft_widths
-from .drafting import SurvivalEstimator
 from .flight import Clock, Flight
 from .graphs import GraphCache
 from .layout import Layout, MixedPlan, Slots, bucket
@@ -22,6 +21,7 @@ from .request import Request
 from .sampling import NEUTRAL, Features, SamplingTable, features_of
 from .scheduler import ScheduledRequest
 from .stages import Stages
+from .survival import SurvivalEstimator
 from .table import Packed, RequestTable
 from .target import Target, TargetOutput
 from .verify import Verification

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.records import RejectionOutputs, law_columns
-from .drafting import SurvivalEstimator, expected_accepted, log_odds_of, select
 from .layout import MixedPlan, Slots
 from .proposers.base import DraftStep, ObservedRows, Proposer
 from .sampling import Features, LogitsRows, SamplingTable, process_logits, top_logprobs
+from .survival import SurvivalEstimator, expected_accepted, log_odds_of, select
 from .table import Packed, RequestTable
 from .target import Target, TargetOutput
 from .verify import Verification, verify_drafts

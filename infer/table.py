@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .batch import PackedBatch
-from .drafting import UNKNOWN_LOG_ODDS
 from .request import Request
+from .survival import UNKNOWN_LOG_ODDS
 
 
 class Packed(NamedTuple):
@@ -48,7 +48,7 @@ class RequestTable:
         )
         self.num_known[self.nobody] = 1
         self.draft_laws: Tensor | None = None  # [rows, num_draft_tokens, draft_vocab] float32, from the first law on
-        # [rows, num_draft_tokens] float32: what was known of each draft before it was drawn (`drafting.py`)
+        # [rows, num_draft_tokens] float32: what was known of each draft before it was drawn (`survival.py`)
         self.draft_log_odds = torch.zeros(rows, num_draft_tokens, device=device)
         self._free = list(range(max_requests - 1, -1, -1))
         self._blocks_written: dict[int, int] = {}  # row -> entries of its block table that are on the device

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,34 @@ def test_plain_value_error_raised_by_us_is_for_the_user() -> None:
     with pytest.raises(ValueError) as raised:
         BlockPool(1, 16)
     assert cli.is_for_user(raised.value)
+
+
+ENDING = """
+import argparse
+
+class Mine:
+    def draft(self):
+        {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "said", "line"),
+    [
+        ("raise SystemExit(7)", "SystemExit: 7", 6),
+        ("raise SystemExit('no\\nluck')", "SystemExit: no luck", 6),
+        ("argparse.ArgumentParser().parse_args(['--mine'])", "SystemExit: 2", 6),
+    ],
+)
+def test_code_of_a_user_that_ends_the_process_is_named(
+    command, capsys: pytest.CaptureFixture[str], body: str, said: str, line: int
+) -> None:
+    module = types.ModuleType("code_of_mine")
+    exec(compile(ENDING.format(body=body), "/mine/code_of_mine.py", "exec"), module.__dict__)
+    command(lambda: module.Mine().draft())
+    assert exit_code("doctor") == 2
+    expected = f"spectrain: error: code_of_mine:Mine.draft ended the command: {said} (code_of_mine.py:{line})"
+    assert capsys.readouterr().err.splitlines()[-1] == expected
 
 
 def test_interruption_exits_with_130(command) -> None:

@@ -133,3 +133,14 @@ def test_eval_measures_the_head_and_any_model_of_the_tokenizer(world: World, tmp
         arguments = ("--head", tmp_path / "small", "--method", method, "--out", tmp_path / "small-report")
         code, shown = run_eval(capsys, *shared, *arguments)
         assert code == 2 and f"{refusal}, found id 9 to be 'c' and 'f'" in shown
+
+
+def test_a_model_without_a_mask_token_is_no_parallel_draft(tmp_path: Path, capsys):
+    prompts, model = tmp_path / "prompts.jsonl", tmp_path / "whole"
+    prompts.write_text(json.dumps({"prompt": "a b"}) + "\n")
+    rand_llama(2, max_position_embeddings=128).save_pretrained(model)
+    word_tokenizer(PLAIN).save_pretrained(model)
+    whole = ("--model", model, "--draft-model", model, "--method", "pard")
+    code, shown = run_eval(capsys, *whole, "--prompts", prompts, "--out", tmp_path / "r")
+    assert code == 2 and f"no pard_token in the config.json of {model}" in shown and "--method draft_model" in shown
+    assert "head.mask_token_id" not in shown and not (tmp_path / "r").exists()

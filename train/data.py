@@ -165,6 +165,12 @@ class TrainingRows:
         start = batch * self.settings.batch_size
         return [self.rows[i] for i in order[start : start + self.settings.batch_size].tolist()]
 
+    def plan_at(self, position: int) -> StepPlan:
+        """What the step at a position trains on; no states are read."""
+        plan = next(self.stream(position, position + 1))
+        assert isinstance(plan, StepPlan)
+        return plan
+
     def stream(self, position: int, end: int) -> Iterator[StepPlan | TrainBatch]:
         """From `position` on: a plan, then its micro-batches with states, and so on up to `end`.
 

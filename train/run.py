@@ -105,12 +105,13 @@ def fit(request: FitRequest, listener: Listener) -> FitReport:
     target = shards.target_tensors().to(accelerator.device, autocast or torch.float32)
     module = HeadWithObjective(head, assembly.objective, autocast)
     stepper = Stepper(accelerator, module, target, assembly.optimizer, assembly.data.micro_batch_size)
+    trainer = _trainer(assembly, shards, stepper, run, found, speaker)
+    trainer.check_rows()
     # only now: what is refused until here must not cost the head that lies there
     launch.run_on_main(accelerator, lambda: _prepare_folder(request, checkpoints))
     launch.run_on_main(
         accelerator, lambda: (run / "recipe.yaml").write_text(assembly.recipe.to_yaml(), encoding="utf-8")
     )
-    trainer = _trainer(assembly, shards, stepper, run, found, speaker)
     if found:
         checkpoint.load(found.folder, stepper, head, found.state)
     result = trainer.train()

@@ -75,14 +75,25 @@ class Trainer:
         self.checkpoints = CheckpointFolder(run_folder / "checkpoints")
         self.evaluations = EvaluationLog(run_folder / "evaluations.json")
         self.is_main = stepper.accelerator.is_main_process
-        self.log = MetricsLog(run_folder, state.step) if self.is_main else None
-        self.listen = listen
+        self.run_folder, self.listen = run_folder, listen
+        self.log: MetricsLog | None = None
         self.start_norms = norm_weights(stepper.module.head)
         self.window = _Window()
         self.saved_step = state.step
 
+    def check_rows(self) -> None:
+        """Raises TrainingError where no batch of the run holds a supervised row; writes nothing."""
+        end = self._end()
+        if self.state.step > 0 or any(self.stepper.count(self.rows.plan_at(at)).sum() > 0 for at in range(end)):
+            return
+        raise TrainingError(
+            f"expected supervised rows to train on, found none in {end} batches: answers are masked out, shorter than "
+            f"two tokens or outside the draft vocabulary; look at the shards with `spectrain inspect`"
+        )
+
     def train(self) -> TrainResult:
         """Trains to the end; raises TrainingError when loss or gradient become non-finite."""
+        self.log = MetricsLog(self.run_folder, self.state.step) if self.is_main else None
         self.evaluations.restore(self.state.step)
         resumed = self.state.step > 0
         if resumed and self.state.step % self.stopping.eval_every == 0 and self._evaluated() is None:
@@ -96,12 +107,6 @@ class Trainer:
                 assert isinstance(plan, StepPlan)
                 if self._step(plan, stream):
                     self._after_step()
-        if self.state.step == 0:
-            raise TrainingError(
-                f"expected supervised rows to train on, found none in {self.state.skipped} batches: answers are masked "
-                f"out, shorter than two tokens or outside the draft vocabulary; look at the shards with `spectrain "
-                f"inspect`"
-            )
         if self.saved_step != self.state.step:
             self._save()
         last = self._evaluated() or self._evaluate()

@@ -14,10 +14,10 @@ from ...heads.target_tensors import TargetTensors
 from ...kernels.dispatch import store_kv
 from ..attention import PagedAttend
 from ..batch import PackedBatch
-from ..fused_heads import fuse_head
 from ..planes import Planes
-from .base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
-from .drafting import DraftSampling, drafts_within, draw_all, layer_planes, no_drafts, top_prob
+from .base import Drafts, DraftStep, ObservedRows, Requirements
+from .drafting import DraftSampling, drafts_within, layer_planes, no_drafts, top_prob
+from .head import HeadProposer
 
 
 class BlockDrafts(NamedTuple):
@@ -28,21 +28,20 @@ class BlockDrafts(NamedTuple):
     confidence: Tensor | None  # [batch, n] float32
 
 
-class DFlashProposer(Proposer):
-    """Drafts the slots of a block, each by itself; greedy drafts are point masses, probabilistic ones carry their law.
+class DFlashProposer(HeadProposer):
+    """Drafts the slots of a block, each by itself.
 
     A block whose rows see each other is run as large as it was trained, however few drafts are asked for, and larger
     only where more are.
     """
 
+    head: DFlashHead
+
     def __init__(
         self, head: DFlashHead, target: TargetTensors, num_draft_tokens: int, draft_sampling: DraftSampling = "greedy"
     ) -> None:
+        super().__init__(head, target, num_draft_tokens, draft_sampling)
         config = head.config
-        self.head, self.target = head.eval(), target
-        fuse_head(head)
-        self.num_draft_tokens = num_draft_tokens
-        self.probabilistic = draft_sampling == "probabilistic"
         asked = num_draft_tokens + config.first_draft_slot
         self.block_size = asked if config.causal else max(asked, config.block_size)
         planes = layer_planes(head)
@@ -75,9 +74,6 @@ class DFlashProposer(Proposer):
         states = self._run_blocks(step, room > 0)[:, config.first_draft_slot :][:, : self.num_draft_tokens]
         tokens, laws, confidence = self._draft(states, step)
         return Drafts(tokens, room, laws, None, confidence)
-
-    def release(self, request: Released) -> None:
-        """Nothing is kept but planes."""
 
     def _run_blocks(self, step: DraftStep, live: Tensor) -> Tensor:
         """Logits states [batch, block, hidden]; the blocks of requests that are not live mean nothing."""
@@ -118,6 +114,3 @@ class DFlashProposer(Proposer):
         tokens, laws = self._draw(self.head.logits(states, self.target), step)
         confidence = top_prob(laws) if step.wants_confidence else None
         return BlockDrafts(tokens, laws if self.probabilistic else None, confidence)
-
-    def _draw(self, logits: Tensor, step: DraftStep) -> tuple[Tensor, Tensor]:
-        return draw_all(logits, step, 0, self.num_draft_tokens, None, self.probabilistic)

@@ -15,26 +15,21 @@ from ...heads.decoder import DecoderHead
 from ...heads.target_tensors import TargetTensors
 from ..attention import PagedAttend
 from ..batch import PackedBatch
-from ..fused_heads import fuse_head
 from ..planes import Planes
-from .base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
-from .drafting import ChainRows, DraftSampling, chain, drafts_within, draw, draw_all, layer_planes
+from .base import Drafts, DraftStep, ObservedRows, Requirements
+from .drafting import ChainRows, DraftSampling, drafts_within, layer_planes
+from .head import HeadProposer
 
 
-class FeatureProposer(Proposer):
-    """One cache plane a layer, and drafts up to the positions the head was made for.
+class FeatureProposer(HeadProposer):
+    """One cache plane a layer, and drafts up to the positions the head was made for."""
 
-    Greedy drafts are point masses, probabilistic ones carry their law.
-    """
+    head: DecoderHead
 
     def __init__(
         self, head: DecoderHead, target: TargetTensors, num_draft_tokens: int, draft_sampling: DraftSampling = "greedy"
     ) -> None:
-        self.head, self.target = head.eval(), target
-        fuse_head(head)
-        self.num_draft_tokens = num_draft_tokens
-        self.probabilistic = draft_sampling == "probabilistic"
-        self.token_map = head.draft_to_target()
+        super().__init__(head, target, num_draft_tokens, draft_sampling)
         planes = layer_planes(head)
         self.plane_names = [plane.name for plane in planes]
         self.requirements = Requirements(
@@ -53,10 +48,7 @@ class FeatureProposer(Proposer):
         room = drafts_within(step, self.head.config.max_position_embeddings + 1, self.num_draft_tokens)
         # on a GPU drafting must not wait for the room; on a CPU drafts that nobody has room for cost time
         tokens, laws = self._draft(step, room, self.num_draft_tokens if room.is_cuda else int(room.max()))
-        return chain(step, tokens, laws, room, self.token_map, self.probabilistic)
-
-    def release(self, request: Released) -> None:
-        """Nothing is kept by request: a table row is written again before it is read for another one."""
+        return self._chain(step, tokens, laws, room)
 
     @abstractmethod
     def _draft(self, step: DraftStep, room: Tensor, count: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -74,11 +66,6 @@ class FeatureProposer(Proposer):
         assert self._planes is not None
         attend = PagedAttend(self._planes, self.plane_names, batch)
         return self.head(DraftRows(embeds, states, batch.positions if positions is None else positions, step), attend)
-
-    def _draw(self, logits: Tensor, step: DraftStep, k: int | None = None) -> tuple[Tensor, Tensor]:
-        """Draft k of logits [batch, draft_vocab]; of [batch, count, draft_vocab] all drafts from the first on."""
-        drawing = draw_all if k is None else draw
-        return drawing(logits, step, k or 0, self.num_draft_tokens, self.token_map, self.probabilistic)
 
     def _draw_all(self, states: Tensor, step: DraftStep) -> tuple[list[Tensor], list[Tensor]]:
         """As `_draft`, of drafts whose logits states [batch, count, hidden] do not depend on each other."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.records import law_columns
-from ..drafting import UNKNOWN_CONFIDENCE
 from ..planes import Planes
+from ..survival import UNKNOWN_CONFIDENCE
 from .base import Drafts, DraftStep, ObservedRows, Proposer, Released
 from .host import upload_ids
 from .suffix import SuffixProposer, confidence_of

@@ -10,23 +10,19 @@ from torch import Tensor
 
 from ...heads.base import DraftHead
 from ...heads.target_tensors import TargetTensors
-from ..fused_heads import fuse_head
 from ..planes import Planes
-from .base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
-from .drafting import DraftSampling, chain, draw
+from .base import Drafts, DraftStep, ObservedRows, Requirements
+from .drafting import DraftSampling
+from .head import HeadProposer
 
 
-class LastStateProposer(Proposer):
-    """Drafts chains; greedy drafts are point masses, probabilistic ones carry their law."""
+class LastStateProposer(HeadProposer):
+    """Drafts chains of tokens that each depend on the one before."""
 
     def __init__(
         self, head: DraftHead, target: TargetTensors, num_draft_tokens: int, draft_sampling: DraftSampling = "greedy"
     ) -> None:
-        self.head, self.target = head.eval(), target
-        fuse_head(head)
-        self.num_draft_tokens = num_draft_tokens
-        self.probabilistic = draft_sampling == "probabilistic"
-        self.token_map = head.draft_to_target()
+        super().__init__(head, target, num_draft_tokens, draft_sampling)
         self.requirements = Requirements(layer_ids=(head.config.target.num_layers,), draft_laws=self.probabilistic)
         self._states: Tensor | None = None  # [num_rows, hidden]; the normed last state, by row of the request table
 
@@ -51,17 +47,11 @@ class LastStateProposer(Proposer):
             newest, law = self._draw(logits, step, k)
             tokens.append(newest)
             laws.append(law)
-        return chain(step, tokens, laws, room, self.token_map, self.probabilistic)
-
-    def release(self, request: Released) -> None:
-        """Nothing is kept by request: a table row is written again before it is read for another one."""
+        return self._chain(step, tokens, laws, room)
 
     def _room(self, step: DraftStep) -> Tensor:
         """Drafts [batch] int64 that each request is given."""
         return step.room.clamp(max=self.num_draft_tokens)
-
-    def _draw(self, logits: Tensor, step: DraftStep, k: int) -> tuple[Tensor, Tensor]:
-        return draw(logits, step, k, self.num_draft_tokens, self.token_map, self.probabilistic)
 
     @abstractmethod
     def _advance(self, step: DraftStep, states: Tensor, newest: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -280,6 +280,7 @@ def test_other_settings_do_not_mix(inputs, one_call, tmp_path, capsys) -> None:
         (("--recipes", "medusa", "--num-draft-tokens", ""), "--num-draft-tokens takes whole numbers"),
         (("--recipes", "medusa", "--set", "data.seed=3"), "data.seed is the same for every head"),
         (("--recipes", "medusa", "--set", "eagle:head.x=3"), "--set eagle: expected some of medusa"),
+        (("--recipes", "draft_model=medusa,pard"), "draft_model is the label of the small model"),
         (("--recipes", "medusa", "--set", "head.hat=3"), "unknown key head.hat"),
         (("--recipes", "medusa", "--set", "head.num_heads=3"), "medusa must draft 5 tokens, one a head"),
         (("--recipes", "eagle3", "--set", "head.layer_ids=[0]"), "shards were captured at layers"),
@@ -308,6 +309,16 @@ def test_heads_by_name() -> None:
     assert [(head.label, head.recipe) for head in two] == [("eagle31", "eagle3"), ("medusa", "medusa")]
     assert two[0].overrides == ("head.fc_norm=true", "optimizer.lr=1e-3")
     assert two[1].overrides == ("optimizer.lr=1e-3", "optimizer.lr=2e-3")
+
+
+def test_settings_of_the_small_model_reach_it_or_are_refused() -> None:
+    override = "draft_model:head.num_layers=2"
+    for names in ("pard", "pard,draft_model", "draft_model"):
+        heads = {head.label: head for head in parsed(names, override)}
+        assert heads["draft_model"].overrides == ("head.num_layers=2",)
+    for names in ("medusa", "pard,small=draft_model"):
+        with pytest.raises(BenchError, match="--set draft_model: .*expected some of"):
+            parsed(names, override)
 
 
 def test_seeds_go_to_the_heads_that_ask_for_them() -> None:

@@ -44,6 +44,10 @@ def mine(tmp_path, monkeypatch) -> str:
         class Failing(First):
             def propose(self, sampled_token_ids, num_tokens_no_spec, token_ids_cpu):
                 raise LookupError("lost")
+
+        class Leaving(First):
+            def propose(self, sampled_token_ids, num_tokens_no_spec, token_ids_cpu):
+                raise SystemExit(0)
         """)
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -212,11 +216,18 @@ def test_suffix_without_its_package_names_the_extra(model, prompts, tmp_path, ca
         assert "pip install 'spectrain[suffix]'" in one_line(code, error)
 
 
-def test_a_fault_in_a_users_class_is_one_line(model, prompts, mine, tmp_path, capsys) -> None:
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("Failing", "code_of_mine:Failing failed drafting for request 0: LookupError: lost"),
+        ("Leaving", "code_of_mine:Leaving.propose ended the command: SystemExit: 0"),
+    ],
+)
+def test_a_fault_in_a_users_class_is_one_line(kind, said, model, prompts, mine, tmp_path, capsys) -> None:
     arguments = ("--model", model, "--prompts", prompts, "--max-new-tokens", 4, "--out", tmp_path / "r")
-    code, _, error = run(capsys, *arguments, "--method", f"{mine}:Failing")
+    code, _, error = run(capsys, *arguments, "--method", f"{mine}:{kind}")
     line = one_line(code, error)
-    assert "code_of_mine:Failing failed drafting for request 0: LookupError: lost" in line and "code_of_mine.py" in line
+    assert said in line and "code_of_mine.py" in line
 
 
 class TestOptionsChangeDrafts:

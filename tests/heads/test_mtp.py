@@ -197,7 +197,7 @@ def test_buffers_keep_their_type_in_half_precision(tmp_path: Path):
     ("changes", "message"),
     [
         ({"layer_ids": (1,)}, "state after the target's last layer, id 4"),
-        ({"draft_vocab_size": 50}, "drafts over all 97 tokens"),
+        ({"draft_vocab_size": 50}, "MTP drafts with the target's output matrix over all 97 tokens"),
         ({"feedback": "both"}, "head.feedback must be normed or raw, found 'both'"),
         ({"layout": "deepseek_v4"}, "are fed their streams, which no norm stands behind"),
         ({"layout": "none"}, "head.layout must be one of llama, deepseek_v3"),

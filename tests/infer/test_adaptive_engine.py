@@ -7,10 +7,10 @@ import torch
 
 from spectrain.infer.costs import StepCosts
 from spectrain.infer.draft_policy import DraftPolicy, draft_widths
-from spectrain.infer.drafting import SurvivalEstimator
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
+from spectrain.infer.survival import SurvivalEstimator
 from spectrain.infer.target import Target
 from spectrain.tests.fresh import fresh_proposer
 from spectrain.tests.infer import test_engine_law as law

@@ -1,21 +1,15 @@
 """Block drafters on a GPU: recorded and launched ahead they say what eager steps say, and what plain decoding says."""
 
-import dataclasses
-
 import pytest
 
-from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.proposers.dflash import DFlashProposer
 from spectrain.infer.proposers.dspark import DSparkProposer
 from spectrain.infer.proposers.none import NoneProposer
-from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
-from spectrain.tests.infer import test_dflash_proposer, test_dspark_proposer
-from spectrain.tests.infer.test_engine_gpu import texts
+from spectrain.tests.infer import gpu_runs, test_dflash_proposer, test_dspark_proposer
 from spectrain.tests.models import rand_llama
 
 pytestmark = pytest.mark.gpu
-CONFIG = EngineConfig(num_blocks=400, block_size=16, max_batch_tokens=256, max_batch_size=16)
 HEADS = {
     "dflash": (DFlashProposer, test_dflash_proposer, {"num_layers": 2}),
     "dflash, causal window": (DFlashProposer, test_dflash_proposer, {"causal": True, "sliding_window": 9}),
@@ -35,11 +29,7 @@ def decode(target: Target, name: str | None, k: int, temperature: float, **chang
         kind, module, settings = HEADS[name]
         head = module.head_of(target, **settings).cuda()
         proposer = kind(head, target.tensors(), k, "probabilistic" if temperature else "greedy")
-    engine = Engine(target, proposer, dataclasses.replace(CONFIG, num_draft_tokens=k, **changes))
-    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=5 + 9 * (i % 5)) for i in range(24)]
-    outputs = engine.generate(texts(24), params)
-    assert engine.pool.num_free == engine.pool.num_blocks - 1
-    return [o.token_ids for o in outputs]
+    return gpu_runs.decode(target, proposer, k, temperature, **changes)[0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

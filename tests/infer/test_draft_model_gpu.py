@@ -5,13 +5,14 @@ import dataclasses
 import pytest
 
 from spectrain.heads.draft_model import DraftModel, DraftModelConfig
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.proposers.draft_model import DraftModelProposer
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.proposers.pard import PardProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
-from spectrain.tests.infer.test_engine_gpu import CONFIG, texts
+from spectrain.tests.infer import gpu_runs
+from spectrain.tests.infer.gpu_runs import CONFIG, texts
 from spectrain.tests.language_models import random_draft_model
 from spectrain.tests.models import rand_llama
 
@@ -30,15 +31,7 @@ def decode(target: Target, method: str, k: int, temperature: float = 0.0, **chan
         head = random_draft_model(target.facts, parallel=method == "pard").cuda()
         sampling = "probabilistic" if temperature else "greedy"
         proposer = METHODS[method](head, target.tensors(), k, sampling)  # pyright: ignore[reportArgumentType]
-    config: EngineConfig = dataclasses.replace(CONFIG, num_draft_tokens=k, **changes)
-    engine = Engine(target, proposer, config)
-    params = [
-        SamplingParams(temperature=temperature, seed=i, max_tokens=5 + 9 * (i % 5), stop_token_ids=(11, 42))
-        for i in range(24)
-    ]
-    outputs = engine.generate(texts(24), params)
-    assert engine.pool.num_free == engine.pool.num_blocks - 1
-    return [o.token_ids for o in outputs]
+    return gpu_runs.decode(target, proposer, k, temperature, **changes)[0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

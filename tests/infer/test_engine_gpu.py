@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.graphs import GraphCache
 from spectrain.infer.proposers.none import NoneProposer
-from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
 from spectrain.tests.fresh import fresh_proposer
+from spectrain.tests.infer import gpu_runs
+from spectrain.tests.infer.gpu_runs import CONFIG
 from spectrain.tests.kernels.twins import refuse_twins
 from spectrain.tests.models import rand_llama
 
 pytestmark = pytest.mark.gpu
-CONFIG = EngineConfig(num_blocks=400, block_size=16, max_batch_tokens=256, max_batch_size=16)
 
 
 @pytest.fixture(scope="module")
@@ -24,23 +24,10 @@ def target() -> Target:
     return Target.from_model(rand_llama(max_position_embeddings=256).cuda())
 
 
-def texts(count: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(5)
-    lengths = torch.randint(1, 60, (count,), generator=generator).tolist()
-    return [torch.randint(3, 97, (n,), generator=generator).tolist() for n in lengths]
-
-
 def decode(target: Target, k: int, temperature: float, **changes) -> list[list[int]]:
     sampling = "probabilistic" if temperature else "greedy"
     proposer = fresh_proposer("eagle3", target, k, sampling) if k else NoneProposer()
-    engine = Engine(target, proposer, dataclasses.replace(CONFIG, num_draft_tokens=k, **changes))
-    params = [
-        SamplingParams(temperature=temperature, seed=i, max_tokens=5 + 9 * (i % 5), stop_token_ids=(11, 42))
-        for i in range(24)
-    ]
-    outputs = engine.generate(texts(24), params)
-    assert engine.pool.num_free == engine.pool.num_blocks - 1
-    return [o.token_ids for o in outputs]
+    return gpu_runs.decode(target, proposer, k, temperature, **changes)[0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

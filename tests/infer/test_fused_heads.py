@@ -71,8 +71,7 @@ def test_fused_says_what_the_own_code_says_on_a_gpu(recipe, monkeypatch) -> None
 def test_fused_says_what_the_own_code_says(recipe, target, monkeypatch) -> None:
     head = head_of(recipe, target)
     fused, engine = drafted(copy.deepcopy(head), target)
-    for module in ("feature", "dflash", "last_state"):
-        monkeypatch.setattr(f"spectrain.infer.proposers.{module}.fuse_head", lambda head: None)
+    monkeypatch.setattr("spectrain.infer.proposers.head.fuse_head", lambda head: None)
     own, plain = drafted(head, target)
     assert not any(isinstance(vars(part).get("mix"), FusedMix) for part in head.modules())
     assert engine.statistics.accepted_per_position == plain.statistics.accepted_per_position
@@ -88,7 +87,7 @@ def test_fused_says_what_the_own_code_says(recipe, target, monkeypatch) -> None:
 def test_layers_of_other_styles(settings, target, monkeypatch) -> None:
     head = head_of("eagle3", target, **settings)
     fused, _ = drafted(copy.deepcopy(head), target)
-    monkeypatch.setattr("spectrain.infer.proposers.feature.fuse_head", lambda head: None)
+    monkeypatch.setattr("spectrain.infer.proposers.head.fuse_head", lambda head: None)
     own, _ = drafted(head, target)
     torch.testing.assert_close(torch.cat(fused), torch.cat(own), rtol=1e-4, atol=2e-4)
 
@@ -124,7 +123,7 @@ def test_what_was_fused_is_not_packed_again_unless_its_weights_moved(target) -> 
     assert all(torch.equal(tensor, before[name]) for name, tensor in head.state_dict().items())
     with torch.no_grad():
         layer.self_attn.q_proj.weight.fill_(2.0)
-    assert (vars(layer)["mix"].qkv_weight[: layer.self_attn.q_proj.out_features] == 2.0).all()
+    assert (vars(layer)["mix"].packed.qkv_weight[: layer.self_attn.q_proj.out_features] == 2.0).all()
 
 
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj"])
@@ -211,7 +210,7 @@ def test_what_a_head_does_otherwise_is_served_as_it_does_it(part, kind, target, 
         kind = type("HalvingLayer", (Halving, type(module)), {})
     module.__class__ = kind
     fused, _ = drafted(copy.deepcopy(head), target)
-    monkeypatch.setattr("spectrain.infer.proposers.feature.fuse_head", lambda head: None)
+    monkeypatch.setattr("spectrain.infer.proposers.head.fuse_head", lambda head: None)
     own, _ = drafted(head, target)
     torch.testing.assert_close(torch.cat(fused), torch.cat(own), rtol=1e-4, atol=2e-4)
     assert not torch.equal(own[0], plain[0])

@@ -145,7 +145,7 @@ def test_weights_are_packed_without_a_second_copy() -> None:
         for group in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
             assert len({linear.weight.untyped_storage().data_ptr() for linear in group}) == 1
             assert group[0].weight.untyped_storage().nbytes() == sum(linear.weight.nbytes for linear in group)
-        assert layer.forward.qkv_weight.data_ptr() == attention.q_proj.weight.data_ptr()
+        assert layer.forward.packed.qkv_weight.data_ptr() == attention.q_proj.weight.data_ptr()
     with torch.no_grad():
         before = logits_of(target)
         model.get_decoder().layers[0].self_attn.v_proj.weight.zero_()
@@ -192,8 +192,8 @@ def test_a_copy_of_a_fused_model_is_its_own() -> None:
     twin = copy.deepcopy(model)
     for ours, theirs in zip(model.get_decoder().layers, twin.get_decoder().layers, strict=True):
         assert theirs.forward.parts.layer is theirs
-        assert theirs.forward.qkv_weight.data_ptr() == theirs.self_attn.q_proj.weight.data_ptr()
-        assert theirs.forward.qkv_weight.data_ptr() != ours.forward.qkv_weight.data_ptr()
+        assert theirs.forward.packed.qkv_weight.data_ptr() == theirs.self_attn.q_proj.weight.data_ptr()
+        assert theirs.forward.packed.qkv_weight.data_ptr() != ours.forward.packed.qkv_weight.data_ptr()
 
 
 def test_a_fused_layer_outside_a_step_says_what_to_do() -> None:

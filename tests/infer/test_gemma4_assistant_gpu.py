@@ -11,8 +11,9 @@ from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
 from spectrain.tests.gemma4_assistants import ORDERED, assistant_of, read_by_us
+from spectrain.tests.infer import gpu_runs
+from spectrain.tests.infer.gpu_runs import CONFIG, texts
 from spectrain.tests.infer.proposers import keep_drafts
-from spectrain.tests.infer.test_engine_gpu import CONFIG, texts
 from spectrain.tests.models import gemma4
 
 pytestmark = pytest.mark.gpu
@@ -39,9 +40,7 @@ def decode(target: Target, head, temperature: float = 0.0, **changes) -> tuple[l
     if head is not None:
         sampling = "probabilistic" if temperature else "greedy"
         proposer = Gemma4AssistantProposer(head, target.tensors(), K, sampling)
-    engine = Engine(target, proposer, dataclasses.replace(CONFIG, num_draft_tokens=K if head else 0, **changes))
-    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=5 + 9 * (i % 5)) for i in range(24)]
-    return [o.token_ids for o in engine.generate(texts(24), params)], engine
+    return gpu_runs.decode(target, proposer, K if head else 0, temperature, **changes)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -188,7 +188,7 @@ def test_plain_layers_run_by_the_fused_kernels(name: str, tmp_path: Path, monkey
         calls.clear()
         head = plain_head(name, tmp_path, target)
         if not fused:
-            monkeypatch.setattr("spectrain.infer.proposers.feature.fuse_head", lambda head: None)
+            monkeypatch.setattr("spectrain.infer.proposers.head.fuse_head", lambda head: None)
         proposer = proposer_of(head, target, DRAFTS)
         drafts = keep_drafts(proposer)
         config = EngineConfig(num_draft_tokens=DRAFTS, num_blocks=200, block_size=4)

@@ -8,13 +8,14 @@ import torch
 
 from spectrain.heads.model_folder import Checkpoint
 from spectrain.heads.mtp import MtpConfig, MtpHead
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.proposers.mtp import MtpProposer
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
 from spectrain.tests.fresh import loud_head, tiny_head_config
-from spectrain.tests.infer.test_engine_gpu import CONFIG, texts
+from spectrain.tests.infer import gpu_runs
+from spectrain.tests.infer.gpu_runs import CONFIG
 from spectrain.tests.infer.test_mtp_families import target_model
 from spectrain.tests.models import rand_llama
 from spectrain.tests.mtp_families import FAMILIES, draw, write_checkpoint
@@ -26,9 +27,7 @@ def decode(target: Target, head: MtpHead | None, k: int, temperature: float = 0.
     proposer = NoneProposer()
     if head is not None:
         proposer = MtpProposer(head, target.tensors(), k, "probabilistic" if temperature else "greedy")
-    config: EngineConfig = dataclasses.replace(CONFIG, num_draft_tokens=k, **changes)
-    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=5 + 9 * (i % 5)) for i in range(24)]
-    return [o.token_ids for o in Engine(target, proposer, config).generate(texts(24), params)]
+    return gpu_runs.decode(target, proposer, k, temperature, **changes)[0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -1,5 +1,6 @@
 """EAGLE drafters written from the papers and the checkpoints' tensor names: one row at a time, a growing cache."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from spectrain.heads.eagle import EagleHead
 from spectrain.heads.mtp import MtpHead
 from spectrain.heads.peagle import PEagleHead
 from spectrain.heads.target_tensors import TargetTensors
+from spectrain.tests.train.formulas import law_of, row_loss
+from spectrain.tests.train.toys import Document
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -168,6 +171,42 @@ def teacher_forced(head: DecoderHead, target: TargetTensors, token_ids: Tensor, 
             logits, state = draft.draft_row(int(token_ids[t + 1 + k]), state, t + k)
             found[t, k] = logits
     return found
+
+
+def assert_decoders_logits(
+    found: Tensor,
+    rows: Sequence[Sequence[Document]],
+    head: DecoderHead,
+    target: TargetTensors,
+    atol: float = 1e-5,
+    rtol: float = 1e-5,
+) -> int:
+    """Holds logits [steps, batch, seq, draft_vocab] of packed documents against the decoder's; how many it compared."""
+    compared = 0
+    for b, row in enumerate(rows):
+        start = 0
+        for document in row:
+            forced = teacher_forced(head, target, document.token_ids, document.aux, len(found))
+            for (t, k), expected in forced.items():
+                torch.testing.assert_close(found[k, b, start + t], expected, atol=atol, rtol=rtol)
+            compared += len(forced)
+            start += len(document.token_ids)
+    return compared
+
+
+def decoder_losses(
+    kind: str, rows: Sequence[Sequence[Document]], head: DecoderHead, target: TargetTensors, steps: int
+) -> list[list[float]]:
+    """The formula's loss of every row that counts, by step, on the decoder's logits."""
+    ids = head.draft_to_target()
+    losses: list[list[float]] = [[] for _ in range(steps)]
+    for document in (d for row in rows for d in row):
+        law, text = law_of(target, document.final), document.token_ids.tolist()
+        for (t, k), logits in teacher_forced(head, target, document.token_ids, document.aux, steps).items():
+            if t + 2 + k < len(text):
+                loss = row_loss(kind, logits, law[t + 1 + k], text[t + 2 + k], None if ids is None else ids.tolist())
+                losses[k] += [] if loss is None else [loss]
+    return losses
 
 
 @torch.no_grad()

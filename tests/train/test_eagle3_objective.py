@@ -10,8 +10,8 @@ from torch import Tensor
 from spectrain.heads.eagle3 import Eagle3Head
 from spectrain.heads.target_tensors import FinalNorm, TargetTensors
 from spectrain.tests.fresh import loud_head
-from spectrain.tests.train.formulas import assert_acceptance, influences, law_of, row_loss
-from spectrain.tests.train.reference_decoder import teacher_forced
+from spectrain.tests.train.formulas import assert_acceptance, influences
+from spectrain.tests.train.reference_decoder import assert_decoders_logits, decoder_losses, teacher_forced
 from spectrain.tests.train.toys import (
     Document,
     counted,
@@ -69,16 +69,9 @@ def test_training_logits_equal_an_incremental_decoder(style: str):
     batch = pack(rows, target, 4, seq=8)
     found = unrolled_logits(head, target, batch, objective)
     moved = unrolled_logits(head, target, batch._replace(positions=batch.positions + 7), objective)
-    compared = 0
-    for b, row in enumerate(rows):
-        start = 0
-        for document in row:
-            for (t, k), expected in teacher_forced(head, target, document.token_ids, document.aux, 4).items():
-                torch.testing.assert_close(found[k, b, start + t], expected, atol=1e-5, rtol=1e-5)
-                torch.testing.assert_close(moved[k, b, start + t], expected, atol=1e-5, rtol=1e-5)
-                compared += 1
-            start += len(document.token_ids)
-    assert compared == 18 + 6 + 1 + 0 + 10  # sum over documents of min(4, n-1-t)
+    for logits in (found, moved):
+        compared = assert_decoders_logits(logits, rows, head, target)
+        assert compared == 18 + 6 + 1 + 0 + 10  # sum over documents of min(4, n-1-t)
 
 
 @pytest.mark.parametrize("kind", ["ce", "kl", "tv", "lk_alpha"])
@@ -91,14 +84,7 @@ def test_loss_equals_the_formula_on_the_decoders_logits(style: str, kind: losses
     objective = Eagle3Objective(config, Eagle3Settings(steps=3, step_decay=0.6, loss=kind))
     batch = counted(objective, head, pack(rows, target, 3))
     output = objective(head, target, batch)
-    ids = head.draft_to_target()
-    losses: list[list[float]] = [[], [], []]
-    for document in (d for row in rows for d in row):
-        law, text = law_of(target, document.final), document.token_ids.tolist()
-        for (t, k), logits in teacher_forced(head, target, document.token_ids, document.aux, 3).items():
-            if t + 2 + k < len(text):
-                loss = row_loss(kind, logits, law[t + 1 + k], text[t + 2 + k], None if ids is None else ids.tolist())
-                losses[k] += [] if loss is None else [loss]
+    losses = decoder_losses(kind, rows, head, target, 3)
     assert batch.denominators.tolist() == [len(part) for part in losses] and all(losses)
     expected = sum(0.6**k * sum(losses[k]) / len(losses[k]) for k in range(3))
     assert float(output.loss.detach()) == pytest.approx(expected, rel=1e-5)

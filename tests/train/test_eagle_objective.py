@@ -11,7 +11,7 @@ from spectrain.heads.eagle import EagleConfig, EagleHead
 from spectrain.heads.target_tensors import FinalNorm, TargetTensors
 from spectrain.tests.fresh import loud_head
 from spectrain.tests.train.formulas import influences, law_of, normed, row_loss
-from spectrain.tests.train.reference_decoder import teacher_forced
+from spectrain.tests.train.reference_decoder import assert_decoders_logits, teacher_forced
 from spectrain.tests.train.toys import (
     Document,
     counted,
@@ -27,6 +27,7 @@ from spectrain.tests.train.toys import (
 from spectrain.train.attention import UnrolledAttend
 from spectrain.train.batch import TrainBatch
 from spectrain.train.losses import LossKind
+from spectrain.train.objectives import rollout
 from spectrain.train.objectives.eagle import EagleObjective, EagleSettings
 from spectrain.train.objectives.rollout import unroll
 
@@ -60,12 +61,7 @@ def test_training_logits_equal_an_incremental_decoder(style: str):
     batch = pack(rows, target, 1, seq=8)
     for moved in (0, 7):
         found = head.logits(predicted(head, target, batch._replace(positions=batch.positions + moved), quiet()), target)
-        for b, row in enumerate(rows):
-            start = 0
-            for document in row:
-                for (t, _), expected in teacher_forced(head, target, document.token_ids, document.aux, 1).items():
-                    torch.testing.assert_close(found[b, start + t], expected, atol=1e-5, rtol=1e-5)
-                start += len(document.token_ids)
+        assert assert_decoders_logits(found[None], rows, head, target) == 6 + 3 + 1
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -163,14 +159,14 @@ def test_noise_follows_the_document_and_its_epoch_and_leaves_labels_alone(monkey
     assert torch.equal(together[1], swapped[0])
     assert not torch.equal(alone[0], states([[first]], shift=1)[0])
     seen: list[Tensor] = []
-    original = EagleObjective.__call__.__globals__["soft_labels"]
+    original = rollout.soft_labels
 
     def watched(*arguments: object) -> object:
         labels = original(*arguments)
         seen.append(labels.normed)
         return labels
 
-    monkeypatch.setattr("spectrain.train.objectives.eagle.soft_labels", watched)
+    monkeypatch.setattr(rollout, "soft_labels", watched)
     states([[first]])
     torch.testing.assert_close(seen[0], target.norm(first.final[1:8]))
 

@@ -11,7 +11,7 @@ from spectrain.heads.model_folder import Checkpoint
 from spectrain.heads.mtp import MtpConfig, MtpHead
 from spectrain.tests.fresh import loud_head
 from spectrain.tests.mtp_families import FAMILIES, draw, write_checkpoint
-from spectrain.tests.train.reference_decoder import teacher_forced
+from spectrain.tests.train.reference_decoder import assert_decoders_logits, decoder_losses
 from spectrain.tests.train.texts import cross_entropy, unshifted
 from spectrain.tests.train.toys import (
     MK,
@@ -70,12 +70,7 @@ def test_training_logits_equal_an_incremental_decoder(feedback: str):
     batch, grid = pack(rows, target, steps, seq=8), torch.arange(16)
     objective = MtpObjective(shape, MtpSettings(steps=steps))
     found = head.logits(objective.unroll(head, target, batch, [grid] * steps), target).unflatten(0, (steps, 2, 8))
-    for b, row in enumerate(rows):
-        start = 0
-        for document in row:
-            for (t, k), expected in teacher_forced(head, target, document.token_ids, document.aux, steps).items():
-                torch.testing.assert_close(found[k, b, start + t], expected, atol=1e-5, rtol=1e-4)
-            start += len(document.token_ids)
+    assert assert_decoders_logits(found, rows, head, target, rtol=1e-4) == 18 + 6 + 3
 
 
 @pytest.mark.parametrize("kind", ["ce", "kl"])
@@ -85,13 +80,7 @@ def test_loss_equals_the_formula_on_the_decoders_logits(kind: LossKind):
     objective = MtpObjective(shape, MtpSettings(loss=kind))
     rows = [documents(9), documents(5, 4, seed=2)]
     output = objective(head, target, counted(objective, head, pack(rows, target, 3)))
-    losses: list[list[float]] = [[], [], []]
-    for document in (d for row in rows for d in row):
-        law, text = target.logits(document.final).softmax(-1), document.token_ids.tolist()
-        for (t, k), logits in teacher_forced(head, target, document.token_ids, document.aux, 3).items():
-            if t + 2 + k < len(text):
-                log_q, p = logits.log_softmax(-1), law[t + 1 + k]
-                losses[k].append(float(-log_q[text[t + 2 + k]] if kind == "ce" else (p * (p.log() - log_q)).sum()))
+    losses = decoder_losses(kind, rows, head, target, 3)
     expected = sum(0.6**k / 1.96 * sum(losses[k]) / len(losses[k]) for k in range(3))
     assert float(output.loss.detach()) == pytest.approx(expected, rel=1e-5)
 

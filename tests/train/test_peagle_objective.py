@@ -8,8 +8,8 @@ from spectrain.heads.base import HeadError
 from spectrain.heads.peagle import PEagleConfig, PEagleHead
 from spectrain.heads.target_tensors import TargetTensors
 from spectrain.tests.fresh import loud_head
-from spectrain.tests.train.formulas import influences, law_of, row_loss
-from spectrain.tests.train.reference_decoder import teacher_forced
+from spectrain.tests.train.formulas import influences
+from spectrain.tests.train.reference_decoder import assert_decoders_logits, decoder_losses
 from spectrain.tests.train.toys import (
     Document,
     counted,
@@ -66,16 +66,8 @@ def test_training_logits_equal_an_incremental_decoder(style: str):
     batch = pack(rows, target, 4, seq=8)
     found = logits_of(head, target, batch, 4)
     moved = logits_of(head, target, batch._replace(positions=batch.positions + 7), 4)
-    compared = 0
-    for b, row in enumerate(rows):
-        start = 0
-        for document in row:
-            for (t, k), expected in teacher_forced(head, target, document.token_ids, document.aux, 4).items():
-                torch.testing.assert_close(found[k, b, start + t], expected, atol=1e-5, rtol=1e-5)
-                torch.testing.assert_close(moved[k, b, start + t], expected, atol=2e-5, rtol=1e-5)
-                compared += 1
-            start += len(document.token_ids)
-    assert compared == 18 + 6 + 1 + 0 + 10
+    for logits, tolerance in ((found, 1e-5), (moved, 2e-5)):
+        assert assert_decoders_logits(logits, rows, head, target, tolerance) == 18 + 6 + 1 + 0 + 10
 
 
 @pytest.mark.parametrize("kind", ["ce", "kl", "tv", "lk_alpha"])
@@ -85,15 +77,7 @@ def test_loss_is_the_mean_over_rows_of_each_step_and_every_step_weighs_the_same(
     objective = PEagleObjective(config, PEagleSettings(steps=3, loss=kind))
     parts = documents(7, 9)
     batch = counted(objective, head, pack([parts], target, 3))
-    ids = head.draft_to_target()
-    assert ids is not None
-    losses: list[list[float]] = [[], [], []]
-    for document in parts:
-        law, text = law_of(target, document.final), document.token_ids.tolist()
-        for (t, k), logits in teacher_forced(head, target, document.token_ids, document.aux, 3).items():
-            if t + 2 + k < len(text):
-                loss = row_loss(kind, logits, law[t + 1 + k], text[t + 2 + k], ids.tolist())
-                losses[k] += [] if loss is None else [loss]
+    losses = decoder_losses(kind, [parts], head, target, 3)
     assert batch.denominators.tolist() == [len(part) for part in losses] and all(losses)
     expected = sum(sum(part) / len(part) for part in losses)
     assert float(objective(head, target, batch).loss.detach()) == pytest.approx(expected, rel=1e-5)

@@ -14,13 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spectrain.tests.shard_folders import write_shards
+from spectrain.tests.models import rand_llama
+from spectrain.tests.shard_folders import random_documents, write_shards
 from spectrain.tests.train.runs import Recorder, arguments, environment, launch, run
 from spectrain.train import checkpoint, trainer
 from spectrain.train.checkpoint import CheckpointError, CheckpointFolder
 from spectrain.train.log import read_metrics
 from spectrain.train.run import without_paths
 from spectrain.train.settings import SettingsError
+from spectrain.train.trainer import TrainingError
 
 STEPS = 6  # of the small recipe on these shards
 EVENTS = 30  # fsyncs and renames of its checkpoints, at least
@@ -279,6 +281,16 @@ def test_what_is_refused_costs_no_head(
     shutil.copytree(unbroken, out)
     with pytest.raises(ValueError):
         run(shards, out, change, **options)
+    assert (out / "model.safetensors").is_file() and checkpoints(out) == checkpoints(unbroken)
+
+
+def test_data_without_a_supervised_row_costs_no_head(unbroken: Path, tmp_path: Path) -> None:
+    model, out = rand_llama(4), tmp_path / "out"
+    documents = random_documents(model, (9, 12), masked=(0, 1))
+    masked = write_shards(tmp_path / "masked", model=model, documents=documents)
+    shutil.copytree(unbroken, out)
+    with pytest.raises(TrainingError, match="expected supervised rows to train on, found none in 3 batches"):
+        run(masked, out, "head.draft_vocab_size=null", overwrite=True)
     assert (out / "model.safetensors").is_file() and checkpoints(out) == checkpoints(unbroken)
 
 

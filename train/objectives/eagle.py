@@ -24,8 +24,7 @@ from ..attention import AttentionSettings, UnrolledAttend, choose_backend
 from ..batch import TrainBatch
 from ..losses import LossSettings
 from .base import LossOutput
-from .rollout import SupervisedRows, law_loss, soft_labels, unroll
-from .supervision import SupervisedObjective, Supervision, step_metrics, supervise
+from .rollout import LawObjective, unroll
 
 NOISE_LENGTH = 512
 NOISE_STREAM = 101
@@ -47,8 +46,10 @@ class EagleSettings(LossSettings, AttentionSettings):
                 raise ValueError(f"objective.{name} must be 0 or more, found {getattr(self, name)}")
 
 
-class EagleObjective(SupervisedObjective):
-    """Needs `final_states` (raw, id L): the labels of both losses."""
+class EagleObjective(LawObjective):
+    """Adds the loss of the states themselves; `final_states` (raw, id L) are the labels of both losses."""
+
+    settings: EagleSettings
 
     def __init__(self, config: EagleConfig, settings: EagleSettings) -> None:
         self.config, self.settings = config, settings
@@ -57,8 +58,8 @@ class EagleObjective(SupervisedObjective):
     def num_terms(self) -> int:
         return 1
 
-    def supervise(self, head: DraftHead, batch: TrainBatch) -> Supervision:
-        return supervise(head, batch, 1, self.settings.loss)
+    def term_weights(self, denominators: Tensor) -> Tensor:
+        return self.settings.law_weight * (1 / denominators)
 
     def __call__(self, head: DraftHead, target: TargetTensors, batch: TrainBatch) -> LossOutput:
         """The loss, the metrics of `step_metrics` (of the law alone) and `feature_0`.
@@ -66,18 +67,14 @@ class EagleObjective(SupervisedObjective):
         Raises ValueError without `final_states`. A batch without supervised rows gives 0, and zero gradients for every
         trainable parameter.
         """
-        supervision = self.supervise(head, batch)
-        found = SupervisedRows.of(supervision)
-        states = self.unroll(head, target, batch, found.per_step)
-        labels = soft_labels(target, batch, found, states.dtype)
-        share = 1 / batch.denominators.to(states.device)
-        weights = self.settings.law_weight * share
-        losses = law_loss(head, target, supervision, found, labels, states, weights, self.settings)
-        features = smooth_l1_loss(states.float(), labels.normed[labels.of_row].float(), reduction="none").mean(dim=-1)
+        laws = self.score(head, target, batch)
+        states, labels = laws.states.float(), laws.labels.normed[laws.labels.of_row].float()
+        features = smooth_l1_loss(states, labels, reduction="none").mean(dim=-1)
         # an empty batch has a denominator of zero and no row to divide
-        total = losses.total + self.settings.feature_weight * (features * share[found.steps]).sum()
-        metrics = step_metrics(supervision, losses, found.steps, found.rows)
-        metrics["feature_0"] = (features.detach().sum(), supervision.weights.sum(dtype=torch.float32))
+        share = 1 / batch.denominators.to(features.device)
+        total = laws.losses.total + self.settings.feature_weight * (features * share[laws.found.steps]).sum()
+        rows = laws.supervision.weights.sum(dtype=torch.float32)
+        metrics = {**laws.metrics(), "feature_0": (features.detach().sum(), rows)}
         return LossOutput(total, metrics)
 
     def unroll(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, per_step: Sequence[Tensor]) -> Tensor:

@@ -56,9 +56,7 @@ class PardObjective(DraftModelObjective):
 
     def supervise(self, head: DraftHead, batch: TrainBatch) -> Supervision:
         whole = super().supervise(head, batch)
-        if not head.training:
-            return whole
-        return whole.among(self.settings.kept(whole.valid, batch))
+        return whole.among(self.settings.kept(whole.valid, batch)) if head.training else whole
 
     def unroll(self, head: DraftHead, target: TargetTensors, batch: TrainBatch, per_step: Sequence[Tensor]) -> Tensor:
         assert isinstance(head, Pard)

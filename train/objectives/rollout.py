@@ -73,25 +73,18 @@ def unroll(
     return torch.cat(kept)
 
 
-def law_loss(
-    head: DraftHead,
-    target: TargetTensors,
-    supervision: Supervision,
-    found: SupervisedRows,
-    labels: SoftLabels,
-    states: Tensor,
-    term_weights: Tensor,
-    settings: LossSettings,
-) -> RowLosses:
-    """The loss of the head's laws at `states` [num_rows, hidden]; a row of step k weighs `term_weights[k]`."""
-    rows = LossRows(
-        states=states,
-        weights=term_weights[found.steps],
-        terms=found.steps,
-        targets=labels.of_row,
-        labels=supervision.labels[found.steps, found.rows],
-    )
-    return soft_linear_loss(rows, head.output_weight(target), target, labels.normed, head.draft_to_target(), settings)
+class ScoredLaws(NamedTuple):
+    """The head's laws at all supervised rows, and their loss."""
+
+    supervision: Supervision
+    found: SupervisedRows
+    states: Tensor  # [num_rows, hidden]; what gives the logits
+    labels: SoftLabels
+    losses: RowLosses
+
+    def metrics(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Those of `step_metrics`."""
+        return step_metrics(self.supervision, self.losses, self.found.steps, self.found.rows)
 
 
 class LawObjective(SupervisedObjective):
@@ -111,13 +104,26 @@ class LawObjective(SupervisedObjective):
         Raises ValueError without `final_states`. A batch without supervised rows gives 0, and zero gradients for every
         trainable parameter.
         """
+        laws = self.score(head, target, batch)
+        return LossOutput(laws.losses.total, laws.metrics())
+
+    def score(self, head: DraftHead, target: TargetTensors, batch: TrainBatch) -> ScoredLaws:
+        """The laws of a micro-batch and their loss; raises ValueError without `final_states`."""
         supervision = self.supervise(head, batch)
         found = SupervisedRows.of(supervision)
         states = self.unroll(head, target, batch, found.per_step)
         labels = soft_labels(target, batch, found, states.dtype, self.ahead)
-        weights = self.term_weights(batch.denominators.to(states.device))
-        losses = law_loss(head, target, supervision, found, labels, states, weights, self.settings)
-        return LossOutput(losses.total, step_metrics(supervision, losses, found.steps, found.rows))
+        rows = LossRows(
+            states=states,
+            weights=self.term_weights(batch.denominators.to(states.device))[found.steps],
+            terms=found.steps,
+            targets=labels.of_row,
+            labels=supervision.labels[found.steps, found.rows],
+        )
+        losses = soft_linear_loss(
+            rows, head.output_weight(target), target, labels.normed, head.draft_to_target(), self.settings
+        )
+        return ScoredLaws(supervision, found, states, labels, losses)
 
     def supervise(self, head: DraftHead, batch: TrainBatch) -> Supervision:
         return supervise(head, batch, self.num_terms, self.settings.loss, self.ahead)

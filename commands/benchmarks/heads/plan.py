@@ -140,14 +140,16 @@ def parse_heads(
     doubled = next((label for label in labels if labels.count(label) > 1), None)
     if doubled is not None:
         raise BenchError(f"every head needs a label of its own, found {doubled} twice; write label=recipe")
-    settings = _by_label(overrides, labels)
+    settings = [_setting(text) for text in overrides]
     check_labels("--seeded", seeded, labels)
     heads = []
     for label, recipe in pairs:
-        head = _head(label, recipe, settings[label], seeds if label in seeded else seeds[:1], packages)
+        head = _head(label, recipe, _of(label, settings), seeds if label in seeded else seeds[:1], packages)
         heads.append(_long_enough(head, most_draft_tokens))
     if any(head.needs_model and not head.is_small_model for head in heads):
-        heads = _with_small_model(heads, settings.get(SMALL_MODEL, ()), packages)
+        heads = _with_small_model(heads, _of(SMALL_MODEL, settings), packages)
+    named = [setting.label for setting in settings if setting.label is not None]
+    check_labels("--set", named, [head.label for head in heads])
     return tuple(heads)
 
 
@@ -224,21 +226,24 @@ def _pair(text: str) -> tuple[str, str]:
     return label, recipe
 
 
-def _by_label(overrides: Sequence[str], labels: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """`label:section.key=value` for one head, `section.key=value` for all."""
-    known = dict.fromkeys((*labels, SMALL_MODEL), ())
-    settings: dict[str, tuple[str, ...]] = dict(known)
-    for text in overrides:
-        before, equals, value = text.partition("=")
-        label, colon, key = before.rpartition(":")
-        if colon:
-            check_labels("--set", [label], list(known))
-        key = key.strip()
-        if key in COMMON:
-            raise BenchError(f"--set {text}: {key} is the same for every head and set by {COMMON[key]}; leave it out")
-        for name in [label] if colon else known:
-            settings[name] = (*settings[name], f"{key}{equals}{value}")
-    return settings
+class _Setting(NamedTuple):
+    """One --set: `label:section.key=value` for one head, `section.key=value` for all."""
+
+    label: str | None
+    override: str
+
+
+def _setting(text: str) -> _Setting:
+    before, equals, value = text.partition("=")
+    label, colon, key = before.rpartition(":")
+    key = key.strip()
+    if key in COMMON:
+        raise BenchError(f"--set {text}: {key} is the same for every head and set by {COMMON[key]}; leave it out")
+    return _Setting(label if colon else None, f"{key}{equals}{value}")
+
+
+def _of(label: str, settings: Sequence[_Setting]) -> tuple[str, ...]:
+    return tuple(setting.override for setting in settings if setting.label in (None, label))
 
 
 def _head(label: str, recipe: str, overrides: tuple[str, ...], seeds: tuple[int, ...], packages: Sequence[str]) -> Head:
@@ -279,5 +284,10 @@ def _with_small_model(heads: list[Head], overrides: tuple[str, ...], packages: S
     there = next((head for head in heads if head.is_small_model), None)
     if there is not None:
         return [dataclasses.replace(head, seeds=seeds) if head is there else head for head in heads]
+    if any(head.label == SMALL_MODEL for head in heads):
+        raise BenchError(
+            f"{SMALL_MODEL} is the label of the small model that others start from, found it on another recipe; "
+            f"choose another label"
+        )
     small = _head(SMALL_MODEL, SMALL_MODEL, overrides, seeds, packages)
     return [*heads, dataclasses.replace(small, measured=False)]

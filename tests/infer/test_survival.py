@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spectrain.infer.drafting import (
+from spectrain.infer.survival import (
     UNKNOWN_CONFIDENCE,
     UNKNOWN_LOG_ODDS,
     SurvivalEstimator,
