@@ -41,9 +41,12 @@ class EagleConfig(DecoderConfig):
         return {**super().implied(target), "layer_ids": (target.num_layers,), "fc_bias": False}
 
     def serving_config(self) -> dict[str, Any]:
-        """vLLM drops `fc.bias` without a word, so a head that has one goes by a name vLLM refuses."""
+        """SGLang takes the first name, vLLM, which puts Eagle before each, the first that it then knows.
+
+        vLLM drops `fc.bias` without a word, so a head that has one goes by SGLang's name alone.
+        """
         return {
-            "architectures": ["SpectrainEagleWithFcBias" if self.fc_bias else "LlamaForCausalLM"],
+            "architectures": ["LlamaForCausalLMEagle", *([] if self.fc_bias else ["LlamaForCausalLM"])],
             "model_type": "llama",
             **super().serving_config(),
         }
@@ -58,6 +61,10 @@ class EagleHead(DecoderHead):
         super().__init__()
         self.config = config
         self.fc = Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
+        if not config.fc_bias:
+            # SGLang's fc always has a bias, a random one where the file holds none
+            del self.fc.bias
+            self.fc.register_buffer("bias", torch.zeros(config.hidden_size))
         # what fc returns goes into the first layer as it is
         self.layers = nn.ModuleList(
             DecoderLayer(config, i, qk_norm=False, input_norm=i > 0) for i in range(config.num_layers)

@@ -103,8 +103,10 @@ def drafted_here(texts: Texts, head: Path) -> dict[str, Any]:
     }
 
 
-def drafted_by(python: str, script: Path, texts: Texts, speculative: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The same by `script`, run with the interpreter of an environment that has the other engine."""
+def decode_by(
+    python: str, script: Path, texts: Texts, speculative: dict[str, Any], folder: Path
+) -> subprocess.CompletedProcess[str]:
+    """Runs `script` on the texts with the interpreter of an environment that has the other engine."""
     work = {
         "target": str(texts.folder),
         "speculative": speculative,
@@ -115,7 +117,11 @@ def drafted_by(python: str, script: Path, texts: Texts, speculative: dict[str, A
     }
     asked = folder / "work.json"
     asked.write_text(json.dumps(work))
-    done = subprocess.run([python, str(script), str(asked)], capture_output=True, text=True, timeout=600)
+    return subprocess.run([python, str(script), str(asked)], capture_output=True, text=True, timeout=600)
+
+
+def drafted_there(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """As `drafted_here`, of what a script printed."""
     line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
     assert line is not None, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(line.removeprefix("RESULT "))

@@ -12,10 +12,10 @@ os.environ.update(TRITON_INTERPRET="1", HF_HUB_OFFLINE="1")
 
 import sglang  # noqa: E402  # pyright: ignore[reportMissingImports]
 from sglang.kernels.ops.speculative import spec_tree  # noqa: E402  # pyright: ignore[reportMissingImports]
+from sglang.srt.layers.rotary_embedding import base  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-spec_tree._is_xpu = (
-    True  # trees in Triton, as on Intel's GPUs: for a CPU there are only kernels that pip does not bring
-)
+# for a CPU there are kernels that pip does not bring; these choose what SGLang has in Triton and in PyTorch
+spec_tree._is_xpu = base._is_mps = True
 
 
 def main() -> None:

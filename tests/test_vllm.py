@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from spectrain.tests.serving import BLOCK, Case, K, Texts, drafted_by, drafted_here, make_texts, trained
+from spectrain.tests.serving import BLOCK, Case, K, Texts, decode_by, drafted_here, drafted_there, make_texts, trained
 
 PYTHON = os.environ.get("SPECTRAIN_VLLM")
 pytestmark = [
@@ -63,7 +63,7 @@ def test_vllm_drafts_what_the_engine_drafts(name: str, texts: Texts, tmp_path_fa
     folder = tmp_path_factory.mktemp("trained")
     head = trained(texts, CASES[name], folder)
     speculative = {**CASES[name].speculative, "model": str(head), "num_speculative_tokens": K}
-    ours, theirs = drafted_here(texts, head), drafted_by(PYTHON, SCRIPT, texts, speculative, folder)
+    ours, theirs = drafted_here(texts, head), drafted_there(decode_by(PYTHON, SCRIPT, texts, speculative, folder))
     assert ours["texts"] == theirs["texts"]
     assert theirs == ours
     assert 0 < ours["accepted"][0] < ours["drafts"], "all or nothing accepted would prove little"

@@ -200,21 +200,27 @@ def test_only_the_table_of_counted_rows_can_change_the_loss():
     assert found == ({1, 2, 3, 4, 5, 6}, {0, 1, 2, 3, 4, 5}, {2, 3, 6})
 
 
-def test_the_folder_is_vllms_and_a_bias_it_would_drop_is_refused_by_name():
+def test_the_folder_is_vllms_and_sglangs_and_a_bias_that_vllm_would_drop_is_refused_by_name():
     config, target = tiny_eagle_config(num_layers=2), random_target(16, 16)
-    assert set(loud_head(config, target).state_dict()) == {
+    head = loud_head(config, target)
+    assert set(head.state_dict()) == {
         "fc.weight",
+        "fc.bias",
         *(f"layers.{i}.self_attn.{n}_proj.weight" for i in range(2) for n in "qkvo"),
         *(f"layers.{i}.mlp.{n}_proj.weight" for i in range(2) for n in ("gate", "up", "down")),
         *(f"layers.{i}.post_attention_layernorm.weight" for i in range(2)),
         "layers.1.input_layernorm.weight",
     }
+    # without one in the file SGLang's would be random
+    assert not head.state_dict()["fc.bias"].any() and "fc.bias" not in dict(head.named_parameters())
     serving = config.serving_config()
-    assert serving["architectures"] == ["LlamaForCausalLM"] and serving["model_type"] == "llama"
+    assert (
+        serving["architectures"] == ["LlamaForCausalLMEagle", "LlamaForCausalLM"] and serving["model_type"] == "llama"
+    )
     assert serving["num_hidden_layers"] == 2 and serving["vocab_size"] == 16
     biased = tiny_eagle_config(fc_bias=True)
-    assert biased.serving_config()["architectures"] != ["LlamaForCausalLM"]
-    assert "fc.bias" in loud_head(biased, target).state_dict()
+    assert biased.serving_config()["architectures"] == ["LlamaForCausalLMEagle"]
+    assert "fc.bias" in dict(loud_head(biased, target).named_parameters())
 
 
 def test_what_the_head_cannot_do_is_refused():
