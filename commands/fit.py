@@ -134,3 +134,4 @@ class Screen:
         print(f"draft vocabulary covers {report.coverage:.2%} of the supervised tokens")
         ending = ", stopped early" if result.stopped_early else ""
         print(f"head of step {report.exported_step} of {result.step}{ending} written to {report.out}")
+        print(f"elsewhere: vLLM, {report.elsewhere.vllm}; SGLang, {report.elsewhere.sglang}")

@@ -92,6 +92,8 @@ def _head(folder: Path, allowed_packages: list[str]) -> None:
             "target": record.get("shards", {}).get("target", {}).get("name", "unknown"),
             "layer ids": ", ".join(map(str, config.layer_ids)),
             "vocabulary": f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens can be drafted",
+            "in vLLM": str(config.elsewhere().vllm),
+            "in SGLang": str(config.elsewhere().sglang),
             "parameters": f"{sum(p.numel() for p in loaded.head.parameters()):,}",
             "versions": ", ".join(f"{name} {version}" for name, version in record.get("versions", {}).items()),
         }

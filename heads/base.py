@@ -80,6 +80,22 @@ class TargetFacts:
         )
 
 
+class No(NamedTuple):
+    """Another engine does not serve a head, or would serve it wrongly."""
+
+    why: str
+
+    def __str__(self) -> str:
+        return f"no: {self.why}"
+
+
+class Elsewhere(NamedTuple):
+    """What other engines are told to serve a head's folder."""
+
+    vllm: str | No = No("it knows no such head")
+    sglang: str | No = No("it knows no such head")
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(ABC):
     """Everything needed to build a network and serve it; subclasses add their fields and the three class paths.
@@ -135,6 +151,10 @@ class HeadConfig(ABC):
     @abstractmethod
     def serving_config(self) -> dict[str, Any]:
         """The `config.json` other engines read."""
+
+    def elsewhere(self) -> "Elsewhere":
+        """What vLLM and SGLang do with the folder."""
+        return Elsewhere()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, the inverse of `from_dict`."""

@@ -13,7 +13,16 @@ from typing import Any, NamedTuple, Self, cast
 import torch
 from torch import Tensor, nn
 
-from .base import Attend, HeadError, TargetFacts, check_mask_token, check_whole_vocabulary, chosen_mask_token
+from .base import (
+    Attend,
+    Elsewhere,
+    HeadError,
+    No,
+    TargetFacts,
+    check_mask_token,
+    check_whole_vocabulary,
+    chosen_mask_token,
+)
 from .decoder import DecoderConfig, DecoderHead, DecoderLayer
 from .layers import Linear, RMSNorm, RotaryEmbedding, initialise_
 from .target_tensors import TargetTensors
@@ -87,10 +96,9 @@ class DFlashConfig(DecoderConfig):
         vLLM ignores `sample_from_anchor` and would accept nothing, and it counts layers by their output, so that
         embeddings have no number: such heads carry a name it refuses.
         """
-        served = not self.sample_from_anchor and 0 not in self.layer_ids
         window = {"use_swa": True, "swa_window_size": self.sliding_window} if self.sliding_window else {}
         return {
-            "architectures": ["DFlashDraftModel" if served else "SpectrainDFlashDraftModel"],
+            "architectures": [f"{'Spectrain' if isinstance(self.elsewhere().vllm, No) else ''}DFlashDraftModel"],
             "model_type": "qwen3",
             **super().serving_config(),
             "draft_vocab_size": self.draft_vocab_size,
@@ -106,6 +114,13 @@ class DFlashConfig(DecoderConfig):
                 **window,
             },
         }
+
+    def elsewhere(self) -> Elsewhere:
+        if self.sample_from_anchor:
+            return Elsewhere(No("it ignores sample_from_anchor"), No("not tried with sample_from_anchor"))
+        if 0 in self.layer_ids:
+            return Elsewhere(No("it has no number for embeddings"), No("it has no number for embeddings"))
+        return Elsewhere("method dflash", "algorithm DFLASH, not tried")
 
 
 class BlockRows(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from .base import Attend, HeadError, TargetFacts
+from .base import Attend, Elsewhere, HeadError, TargetFacts
 from .decoder import DecoderConfig, DecoderHead, DecoderLayer
 from .layers import Linear, RMSNorm, RotaryEmbedding, initialise_, nan_parameter
 from .model_folder import ModelFolder
@@ -115,6 +115,9 @@ class DraftModelConfig(DecoderConfig):
             **super().serving_config(),
             "tie_word_embeddings": self.tie_word_embeddings,
         }
+
+    def elsewhere(self) -> Elsewhere:
+        return Elsewhere("method draft_model", "algorithm STANDALONE")
 
 
 class TokenRows(NamedTuple):

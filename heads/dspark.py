@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import HeadError, TargetFacts
+from .base import Elsewhere, HeadError, TargetFacts
 from .dflash import DFlashConfig, DFlashHead
 from .layers import Linear
 from .target_tensors import TargetTensors
@@ -57,6 +57,9 @@ class DSparkConfig(DFlashConfig):
             "enable_confidence_head": self.confidence_head,
             "confidence_head_with_markov": True,
         }
+
+    def elsewhere(self) -> Elsewhere:
+        return Elsewhere("method dspark, from 0.33, not tried", "algorithm DSPARK, not tried")
 
 
 class MarkovHead(nn.Module):

@@ -10,7 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import Attend, DraftOutput, DraftRows, HeadError, TargetFacts, check_plain_logits, check_whole_vocabulary
+from .base import (
+    Attend,
+    DraftOutput,
+    DraftRows,
+    Elsewhere,
+    HeadError,
+    No,
+    TargetFacts,
+    check_plain_logits,
+    check_whole_vocabulary,
+)
 from .decoder import DecoderConfig, DecoderHead, DecoderLayer
 from .layers import Linear, RotaryEmbedding, initialise_
 from .target_tensors import TargetTensors
@@ -50,6 +60,9 @@ class EagleConfig(DecoderConfig):
             "model_type": "llama",
             **super().serving_config(),
         }
+
+    def elsewhere(self) -> Elsewhere:
+        return Elsewhere(No("it drops fc.bias") if self.fc_bias else "method eagle", "algorithm EAGLE")
 
 
 class EagleHead(DecoderHead):

@@ -15,7 +15,9 @@ from .base import (
     Attend,
     DraftOutput,
     DraftRows,
+    Elsewhere,
     HeadError,
+    No,
     TargetFacts,
     check_draft_vocab,
     default_aux_layer_ids,
@@ -67,17 +69,22 @@ class Eagle3Config(DecoderConfig):
             "norm_output": False,
         }
 
-    @property
-    def not_in_sglang(self) -> str | None:
-        """Why SGLang's EAGLE-3, which says nothing of it, is another network than this; None: it is the same."""
+    def elsewhere(self) -> Elsewhere:
+        why_not = self._not_in_sglang()
+        return Elsewhere("method eagle3", "algorithm EAGLE3" if why_not is None else No(why_not))
+
+    def _not_in_sglang(self) -> str | None:
+        """Why SGLang's EAGLE-3 is another network than this, of which it would say nothing; None: it is the same."""
+        if self.layer_style != "llama":
+            return "it has Llama's layers only"
         if self.num_layers > 1:
-            return "SGLang norms the input of further layers by another tensor"
+            return "it norms the input of further layers by another tensor"
         if self.norm_before_residual:
-            return "SGLang adds the state before its norm"
+            return "it adds the state before its norm"
         if not all(0 < i < self.target.num_layers for i in self.layer_ids):
-            return "SGLang captures states between two layers only"
+            return "it captures states between two layers only"
         if self.target.model_type in SGLANG_GUESSES and self.layer_ids[0] != 2:
-            return "SGLang guesses from the first id how this family's layers are numbered"
+            return "it guesses from the first id how this family's layers are numbered"
         return None
 
     def serving_config(self) -> dict[str, Any]:
@@ -85,7 +92,7 @@ class Eagle3Config(DecoderConfig):
 
         Words there in place of ids stop SGLang where it would serve another network.
         """
-        qwen3 = self.layer_style == "qwen3"
+        qwen3, sglang = self.layer_style == "qwen3", self.elsewhere().sglang
         return {
             "architectures": ["Eagle3Qwen3ForCausalLM" if qwen3 else "LlamaForCausalLMEagle3"],
             "model_type": "qwen3" if qwen3 else "llama",
@@ -101,7 +108,9 @@ class Eagle3Config(DecoderConfig):
             "eagle_config": {
                 "use_aux_hidden_state": True,
                 "norm_before_fc": self.norm_before_fc,
-                "eagle_aux_hidden_state_layer_ids": self.not_in_sglang or [i - 1 for i in self.layer_ids],
+                "eagle_aux_hidden_state_layer_ids": (
+                    f"SGLang: {sglang}" if isinstance(sglang, No) else [i - 1 for i in self.layer_ids]
+                ),
             },
         }
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from .base import DraftHead, DraftOutput, DraftRows, HeadConfig, HeadError, TargetFacts
+from .base import DraftHead, DraftOutput, DraftRows, Elsewhere, HeadConfig, HeadError, TargetFacts
 from .draft_model import Embedding
 from .folder import fill
 from .layers import Linear, RMSNorm, RotaryEmbedding, SwiGLU, initialise_, nan_parameter, rotate
@@ -80,6 +80,9 @@ class Gemma4AssistantConfig(HeadConfig):
 
     def serving_config(self) -> dict[str, Any]:
         return self.served
+
+    def elsewhere(self) -> Elsewhere:
+        return Elsewhere("method mtp, not tried", "not tried")
 
 
 class GeGLU(SwiGLU):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .base import DraftOutput, HeadError, TargetFacts
+from .base import DraftOutput, Elsewhere, HeadError, No, TargetFacts
 from .layers import Linear
 from .per_step import PerStepConfig, PerStepHead
 from .target_tensors import TargetTensors
@@ -61,6 +61,10 @@ class MedusaConfig(PerStepConfig):
             "original_lm_head": self.lm_head == "shared",
             "logit_scale": self.logit_scale,
         }
+
+    def elsewhere(self) -> Elsewhere:
+        vllm = No("its loader fails on token_map") if self.is_reduced else "method medusa, up to 0.32"
+        return Elsewhere(vllm, No("it has no Medusa"))
 
 
 class ResidualBlocks(nn.Module):

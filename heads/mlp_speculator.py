@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from .base import DraftOutput, HeadError, TargetFacts
+from .base import DraftOutput, Elsewhere, HeadError, No, TargetFacts
 from .layers import Linear, RMSNorm, nan_parameter
 from .per_step import PerStepConfig, PerStepHead
 from .target_tensors import TargetTensors
@@ -77,6 +77,9 @@ class MLPSpeculatorConfig(PerStepConfig):
             "tie_weights": self.tie_weights,
             "scale_input": self.scale_input,
         }
+
+    def elsewhere(self) -> Elsewhere:
+        return Elsewhere(No("its V1 engine runs none"), No("it has none"))
 
     @property
     def embedding_weight(self) -> float:

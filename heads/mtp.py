@@ -12,7 +12,16 @@ from typing import Any, Self, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from .base import Attend, DraftOutput, DraftRows, HeadError, TargetFacts, check_plain_logits, check_whole_vocabulary
+from .base import (
+    Attend,
+    DraftOutput,
+    DraftRows,
+    Elsewhere,
+    HeadError,
+    TargetFacts,
+    check_plain_logits,
+    check_whole_vocabulary,
+)
 from .decoder import DecoderConfig, DecoderHead, KeyShape
 from .model_folder import Checkpoint
 from .mtp_block import LibraryBlocks
@@ -105,6 +114,11 @@ class MtpConfig(DecoderConfig):
             "num_hidden_layers": self.target.num_layers,
             "num_nextn_predict_layers": self.num_layers,
         }
+
+    def elsewhere(self) -> Elsewhere:
+        if self.block is None:
+            return super().elsewhere()
+        return Elsewhere("method mtp, back in the checkpoint, not tried", "back in the checkpoint, not tried")
 
 
 class MtpHead(DecoderHead):

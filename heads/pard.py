@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .base import TargetFacts, check_mask_token, chosen_mask_token
+from .base import Elsewhere, TargetFacts, check_mask_token, chosen_mask_token
 from .draft_model import DraftModel, DraftModelConfig
 from .model_folder import ModelFolder
 
@@ -41,6 +41,10 @@ class PardConfig(DraftModelConfig):
     def serving_config(self) -> dict[str, Any]:
         """A draft model's config; served with `{"method": "draft_model", "parallel_drafting": true, ...}`."""
         return {**super().serving_config(), "pard_token": self.mask_token_id}
+
+    def elsewhere(self) -> Elsewhere:
+        vllm = "method draft_model with parallel_drafting: true"
+        return Elsewhere(vllm, "algorithm STANDALONE, one token a pass, not tried")
 
 
 class Pard(DraftModel):

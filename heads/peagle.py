@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import TargetFacts, check_mask_token, chosen_mask_token
+from .base import Elsewhere, No, TargetFacts, check_mask_token, chosen_mask_token
 from .eagle3 import Eagle3Config, Eagle3Head
 from .layers import nan_parameter
 from .target_tensors import TargetTensors
@@ -34,9 +34,8 @@ class PEagleConfig(Eagle3Config):
     def implied(cls, target: TargetFacts) -> dict[str, Any]:
         return {**super().implied(target), "mask_token_id": None}
 
-    @property
-    def not_in_sglang(self) -> str | None:
-        return "SGLang drafts one token a pass"
+    def elsewhere(self) -> Elsewhere:
+        return Elsewhere("method eagle3 with parallel_drafting: true", No("it drafts one token a pass"))
 
     def serving_config(self) -> dict[str, Any]:
         """An EAGLE-3 config for `parallel_drafting: true`; without that option vLLM warns and drafts badly."""

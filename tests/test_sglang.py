@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spectrain.heads.folder import save_head
+from spectrain.heads.folder import load_head, save_head
 from spectrain.infer.target import Target
 from spectrain.tests.fresh import fresh_head, tiny_head_config
 from spectrain.tests.serving import Case, K, Texts, decode_by, drafted_here, drafted_there, make_texts, trained
@@ -52,6 +52,7 @@ def test_sglang_drafts_what_the_engine_drafts(name: str, texts: Texts, tmp_path:
     assert PYTHON is not None
     head = trained(texts, CASES[name], tmp_path)
     speculative = {**CASES[name].speculative, "speculative_draft_model_path": str(head)}
+    assert load_head(head).head.config.elsewhere().sglang == f"algorithm {speculative['speculative_algorithm']}"
     ours, theirs = drafted_here(texts, head), drafted_there(decode_by(PYTHON, SCRIPT, texts, speculative, tmp_path))
     assert ours["texts"] == theirs["texts"]
     assert theirs == ours

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from spectrain.heads.folder import load_head
 from spectrain.tests.serving import BLOCK, Case, K, Texts, decode_by, drafted_here, drafted_there, make_texts, trained
 
 PYTHON = os.environ.get("SPECTRAIN_VLLM")
@@ -63,6 +64,9 @@ def test_vllm_drafts_what_the_engine_drafts(name: str, texts: Texts, tmp_path_fa
     folder = tmp_path_factory.mktemp("trained")
     head = trained(texts, CASES[name], folder)
     speculative = {**CASES[name].speculative, "model": str(head), "num_speculative_tokens": K}
+    words = load_head(head).head.config.elsewhere().vllm
+    assert isinstance(words, str) and words.startswith(f"method {speculative['method']}")
+    assert ("parallel_drafting: true" in words) == ("parallel_drafting" in speculative)
     ours, theirs = drafted_here(texts, head), drafted_there(decode_by(PYTHON, SCRIPT, texts, speculative, folder))
     assert ours["texts"] == theirs["texts"]
     assert theirs == ours

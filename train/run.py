@@ -13,7 +13,7 @@ import torch
 
 from .. import __version__
 from ..extract.shards import ShardSet
-from ..heads.base import DraftHead
+from ..heads.base import DraftHead, Elsewhere
 from ..heads.folder import save_head
 from ..recipes.loader import Recipe
 from . import checkpoint, launch
@@ -70,6 +70,7 @@ class FitReport:
     result: TrainResult
     exported_step: int
     coverage: float
+    elsewhere: Elsewhere
 
 
 def fit(request: FitRequest, listener: Listener) -> FitReport:
@@ -118,7 +119,7 @@ def fit(request: FitRequest, listener: Listener) -> FitReport:
     best = result.best.step if result.best is not None else result.step
     covered = coverage(head, shards)
     launch.run_on_main(accelerator, lambda: _export(request, assembly, shards, checkpoints.path(best), result, covered))
-    report = FitReport(request.out, result, best, covered)
+    report = FitReport(request.out, result, best, covered, head.config.elsewhere())
     speaker.finished(report)
     accelerator.end_training()
     return report

@@ -39,6 +39,7 @@ def test_a_training_prints_its_predicted_acceptance_length(
     assert code == 0, err
     assert "predicted acceptance length" in out and "head of step 3 of 3" in out
     assert "draft vocabulary covers" in out and "held out" in err
+    assert "elsewhere: vLLM, method eagle3; SGLang, algorithm EAGLE3\n" in out
     command = (tmp_path / "out/spectrain.json").read_text()
     assert str(tmp_path) not in command
 

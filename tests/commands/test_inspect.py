@@ -33,6 +33,7 @@ def test_shards(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_head(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, str(folder / "head"))
     assert code == 0, err
+    assert "in vLLM     method eagle3\n" in out and "in SGLang   algorithm EAGLE3\n" in out
     assert "64 of 97 tokens can be drafted" in out and "layers.0.self_attn.q_proj.weight  [32, 64]" in out
 
 

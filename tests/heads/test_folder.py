@@ -58,14 +58,15 @@ def test_the_serving_config_says_what_cannot_be_guessed(folder: Path) -> None:
     ("recipe", "model_type", "settings", "found"),
     [
         ("eagle3", "llama", {"layer_ids": [1, 9, 31]}, [0, 8, 30]),
-        ("eagle3", "llama", {"layer_ids": [0, 9, 31]}, "SGLang captures states between"),
-        ("eagle3", "llama", {"layer_ids": [1, 9, 32]}, "SGLang captures states between"),
-        ("eagle3", "llama", {"num_layers": 2}, "SGLang norms"),
-        ("eagle3", "llama", {"norm_before_residual": True}, "SGLang adds"),
+        ("eagle3", "llama", {"layer_ids": [0, 9, 31]}, "SGLang: no: it captures states between"),
+        ("eagle3", "llama", {"layer_ids": [1, 9, 32]}, "SGLang: no: it captures states between"),
+        ("eagle3", "llama", {"num_layers": 2}, "SGLang: no: it norms"),
+        ("eagle3", "llama", {"norm_before_residual": True}, "SGLang: no: it adds"),
         ("eagle3", "deepseek_v3", {"layer_ids": [2, 9, 31]}, [1, 8, 30]),
-        ("eagle3", "deepseek_v3", {"layer_ids": [1, 9, 31]}, "SGLang guesses"),
-        ("eagle3", "deepseek_v3", {"layer_ids": [3, 9, 31]}, "SGLang guesses"),
-        ("peagle", "llama", {"num_layers": 1}, "SGLang drafts one token"),
+        ("eagle3", "deepseek_v3", {"layer_ids": [1, 9, 31]}, "SGLang: no: it guesses"),
+        ("eagle3", "deepseek_v3", {"layer_ids": [3, 9, 31]}, "SGLang: no: it guesses"),
+        ("eagle3", "qwen3", {"layer_style": "qwen3"}, "SGLang: no: it has Llama"),
+        ("peagle", "llama", {"num_layers": 1}, "SGLang: no: it drafts one token"),
     ],
 )
 def test_sglang_reads_its_own_layer_numbers_or_none(
