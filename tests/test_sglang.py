@@ -21,6 +21,7 @@ from spectrain.tests.serving import Case, K, Texts, decode_by, drafted_here, dra
 PYTHON = os.environ.get("SPECTRAIN_SGLANG")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(PYTHON is None, reason="SPECTRAIN_SGLANG names no Python that has SGLang"),
 ]
 SCRIPT = Path(__file__).parent / "sglang_counts.py"

@@ -17,6 +17,7 @@ from spectrain.tests.serving import BLOCK, Case, K, Texts, decode_by, drafted_he
 PYTHON = os.environ.get("SPECTRAIN_VLLM")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(PYTHON is None, reason="SPECTRAIN_VLLM names no Python that has vLLM"),
 ]
 SCRIPT = Path(__file__).parent / "vllm_counts.py"
@@ -28,6 +29,16 @@ CASES = {
     "fc_norm": Case(
         "eagle3",
         ("head.layer_ids=[1,2,3]", "head.draft_vocab_size=null", "head.fc_norm=true", "head.norm_output=true"),
+        {"method": "eagle3"},
+    ),
+    "qwen3 layers": Case(
+        "eagle3",
+        ("head.layer_ids=[1,2,3]", "head.draft_vocab_size=null", "head.layer_style=qwen3"),
+        {"method": "eagle3"},
+    ),
+    "two layers": Case(
+        "eagle3",
+        ("head.layer_ids=[1,2,3]", "head.draft_vocab_size=null", "head.num_layers=2"),
         {"method": "eagle3"},
     ),
     "parallel": Case(
