@@ -117,7 +117,7 @@ class DraftModelConfig(DecoderConfig):
         }
 
     def elsewhere(self) -> Elsewhere:
-        return Elsewhere("method draft_model", "algorithm STANDALONE")
+        return Elsewhere("method draft_model", "algorithm STANDALONE, which leaves out the first token")
 
 
 class TokenRows(NamedTuple):
