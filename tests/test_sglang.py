@@ -76,7 +76,7 @@ def test_sglang_shows_a_small_model_all_but_the_first_token(texts: Texts, tmp_pa
 
 @torch.no_grad()
 def num_steps(model: PreTrainedModel, prompt: list[int], text: list[int], first: int) -> int:
-    """Verifications until `text` stands behind `prompt`; drafts are the model's greedy ones, shown tokens from `first`."""
+    """Verifications until `text` stands behind `prompt`; drafts are what the model says to tokens from `first` on."""
     whole, known, steps = [*prompt, *text], len(prompt) + 1, 0
     while known < len(whole):
         drafted = whole[first:known]
