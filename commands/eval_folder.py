@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .methods import PLAIN
+from .outputs import obstacle
 
 if TYPE_CHECKING:
     from ..infer.evaluate import Measured
@@ -22,11 +23,8 @@ class EvalFolderError(ValueError):
 
 def check_folder(out: Path, overwrite: bool) -> None:
     """Raises EvalFolderError where no report can be written or one would be lost."""
-    there = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise EvalFolderError(f"--out must be a folder, found a file at {there}; choose another name")
-    if not os.access(there, os.W_OK):
-        raise EvalFolderError(f"--out must be a folder that can be written, found {there} read-only; choose another")
+    if found := obstacle(out):
+        raise EvalFolderError(f"--out must be a folder that can be written, found {found}; choose another")
     present = [name for name in FILES if (out / name).exists()]
     if present and not overwrite:
         raise EvalFolderError(f"{out} already holds {present[0]}; pass --overwrite or another --out")

@@ -1,12 +1,12 @@
 """What `--method` may say: the drafting methods by name, the options each of them takes, and their proposers."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .heads import MODEL_METHODS, head_proposer, is_assistant, is_model, load_targets_own, load_trained
+from .outputs import obstacle
 
 if TYPE_CHECKING:
     import numpy as np
@@ -230,11 +230,8 @@ def load_suffix_cache(options: "Options", target: "Target") -> "list[np.ndarray]
     path = options.suffix_cache
     if path is None:
         return []
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise MethodError(
-            f"--suffix-cache must be a file in a folder that can be written, found {folder}; choose another"
-        )
+    if found := obstacle(path.absolute().parent):
+        raise MethodError(f"--suffix-cache must be in a folder that can be written, found {found}; choose another")
     if not path.exists():
         return []
     from ..infer.prompts import tokenizer_hash

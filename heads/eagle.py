@@ -55,8 +55,9 @@ class EagleConfig(DecoderConfig):
 
         vLLM drops `fc.bias` without a word, so a head that has one goes by SGLang's name alone.
         """
+        vllms = [] if isinstance(self.elsewhere().vllm, No) else ["LlamaForCausalLM"]
         return {
-            "architectures": ["LlamaForCausalLMEagle", *([] if self.fc_bias else ["LlamaForCausalLM"])],
+            "architectures": ["LlamaForCausalLMEagle", *vllms],
             "model_type": "llama",
             **super().serving_config(),
         }

@@ -50,7 +50,7 @@ class MedusaConfig(PerStepConfig):
         check of filled parameters, or in an assertion without words where the heads have matrices of their own.
         """
         return {
-            "architectures": ["MedusaTokenMapModel" if self.is_reduced else "MedusaModel"],
+            "architectures": [f"Medusa{'TokenMap' if isinstance(self.elsewhere().vllm, No) else ''}Model"],
             "model_type": "medusa",
             "hidden_size": self.target.hidden_size,
             "vocab_size": self.vocab_size,

@@ -49,6 +49,10 @@ def _packed(layer: LayerParts) -> tuple[Linear, ...]:
     return attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj
 
 
+def _as_norm(norm: RMSNorm) -> Norm:
+    return Norm(norm.weight, norm.eps, unit_offset=False)
+
+
 class FusedNorm:
     """The forward of a norm by the kernel that has no gradient; where one may be asked for, its own code runs."""
 
@@ -59,7 +63,7 @@ class FusedNorm:
         norm = self.norm
         if torch.is_grad_enabled():
             return type(norm).forward(norm, x)
-        out = dispatch.rms_norm(x.reshape(-1, x.shape[-1]), norm.weight, norm.eps).view(x.shape)
+        out = _as_norm(norm)(x)
         return out + norm.bias if isinstance(norm, ShiftedRMSNorm) else out
 
 
@@ -71,7 +75,7 @@ class FusedMix:
         attention, mlp = layer.self_attn, layer.mlp
         q_norm = k_norm = None
         if attention.has_qk_norm:
-            q_norm, k_norm = (Norm(norm.weight, norm.eps, False) for norm in (attention.q_norm, attention.k_norm))
+            q_norm, k_norm = (_as_norm(norm) for norm in (attention.q_norm, attention.k_norm))
         self.packed = PackedLayer(
             _packed(layer)[:3],
             attention.o_proj,

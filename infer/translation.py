@@ -113,10 +113,12 @@ class Reading:
         return (b" " if self._between.target.adds_space else b"") + _without_space(added, draft)
 
     def _window(self) -> int:
-        """Where the known tokens begin that are looked at: at a word, some way before the end, if there is one."""
-        half = len(self._recent) // 2
-        words = (i for i in range(half, 0, -1) if self._between.target.begins_word(self._recent, i))
-        return next(words, 0)
+        """Where the known tokens begin that are looked at: at a word, some way before the end, else at a character."""
+        recent, target = self._recent, self._between.target
+        half = len(recent) // 2
+        words = (i for i in (*range(half, 0, -1), *range(half + 1, len(recent))) if target.begins_word(recent, i))
+        characters = (i for i, token_id in enumerate(recent) if not _is_inside(target.piece(token_id)))
+        return next(words, next(characters, 0))
 
 
 def _counterpart(content: str, ours: TokenText, theirs: TokenText) -> str | None:
@@ -125,6 +127,11 @@ def _counterpart(content: str, ours: TokenText, theirs: TokenText) -> str | None
         return content
     roles = (role for role, token in ours.roles.items() if token == content and role in theirs.roles)
     return next((theirs.roles[role] for role in roles), None)
+
+
+def _is_inside(piece: bytes) -> bool:
+    """Whether a piece begins within a character, by UTF-8's mark of bytes that are not the first."""
+    return bool(piece) and piece[0] & 0xC0 == 0x80
 
 
 def _without_space(piece: bytes, tokenizer: TokenText) -> bytes:

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ..outputs import obstacle
+
 Prompts = Annotated[list[Path], typer.Option(help="JSONL files of prompts; one row of the table a file.")]
 Limit = Annotated[int, typer.Option(help="Prompts a file.")]
 
@@ -27,6 +29,10 @@ class OutputError(ValueError):
 def check_out(out: Path, overwrite: bool, **at_least_one: int) -> None:
     """Raises OutputError for a count below one or a record that is there already."""
     check_counts(at_least_one)
+    if found := obstacle(out.absolute().parent):
+        raise OutputError(f"--out must be in a folder that can be written, found {found}; choose another")
+    if out.is_dir():
+        raise OutputError(f"--out must be a file, found a folder at {out}; choose another name")
     if out.exists() and not overwrite:
         raise OutputError(f"{out} is there already; pass --overwrite or another --out")
 

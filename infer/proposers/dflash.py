@@ -12,12 +12,10 @@ from torch import Tensor
 from ...heads.dflash import BlockRows, DFlashHead
 from ...heads.target_tensors import TargetTensors
 from ...kernels.dispatch import store_kv
-from ..attention import PagedAttend
 from ..batch import PackedBatch
-from ..planes import Planes
 from .base import Drafts, DraftStep, ObservedRows, Requirements
-from .drafting import DraftSampling, drafts_within, layer_planes, no_drafts, top_prob
-from .head import HeadProposer
+from .drafting import DraftSampling, drafts_within, no_drafts, top_prob
+from .layered import LayeredProposer
 
 
 class BlockDrafts(NamedTuple):
@@ -28,7 +26,7 @@ class BlockDrafts(NamedTuple):
     confidence: Tensor | None  # [batch, n] float32
 
 
-class DFlashProposer(HeadProposer):
+class DFlashProposer(LayeredProposer):
     """Drafts the slots of a block, each by itself.
 
     A block whose rows see each other is run as large as it was trained, however few drafts are asked for, and larger
@@ -44,25 +42,19 @@ class DFlashProposer(HeadProposer):
         config = head.config
         asked = num_draft_tokens + config.first_draft_slot
         self.block_size = asked if config.causal else max(asked, config.block_size)
-        planes = layer_planes(head)
-        self.plane_names = [plane.name for plane in planes]
         self.requirements = Requirements(
             layer_ids=config.layer_ids,
-            planes=planes,
+            planes=self.layer_planes,
             lookahead=self.block_size - 1,
             fixed_lookahead=True,
             draft_laws=self.probabilistic,
         )
-        self._planes: Planes | None = None
-
-    def bind(self, planes: Planes, num_rows: int) -> None:
-        self._planes = planes
 
     def observe(self, rows: ObservedRows) -> None:
-        assert rows.states is not None and self._planes is not None
+        assert rows.states is not None
         context = self.head.context(rows.states.to(self.head.dtype), rows.batch.positions, self.target)
-        for name, (k, v) in zip(self.plane_names, context, strict=True):
-            plane = self._planes[name]
+        for spec, (k, v) in zip(self.layer_planes, context, strict=True):
+            plane = self.planes[spec.name]
             store_kv(k, v, plane.k, plane.v, rows.batch.slot_mapping)
 
     def propose(self, step: DraftStep) -> Drafts:
@@ -77,22 +69,14 @@ class DFlashProposer(HeadProposer):
 
     def _run_blocks(self, step: DraftStep, live: Tensor) -> Tensor:
         """Logits states [batch, block, hidden]; the blocks of requests that are not live mean nothing."""
-        assert self._planes is not None
-        batch = self._block_rows(step, live)
-        attend = PagedAttend(
-            self._planes,
-            self.plane_names,
-            batch,
-            window=self.head.config.sliding_window or 0,
-            causal=self.head.config.causal,
-        )
+        config, batch = self.head.config, self._block_rows(step, live)
+        attend = self._attend(batch, window=config.sliding_window or 0, causal=config.causal)
         embeds = self.head.embed(batch.token_ids, self.target).to(self.head.dtype)
         return self.head(BlockRows(embeds, batch.positions), attend).unflatten(0, (-1, self.block_size))
 
     def _block_rows(self, step: DraftStep, live: Tensor) -> PackedBatch:
         """A block a request, from its newest token on; blocks that are not live go to the padding block."""
-        assert self._planes is not None
-        page, size, columns = self._planes.block_size, self.block_size, step.block_tables.shape[1]
+        page, size, columns = self.planes.block_size, self.block_size, step.block_tables.shape[1]
         first = torch.where(live, step.seq_lens - 1, 0)
         positions = first[:, None] + torch.arange(size, device=live.device)
         pages = step.block_tables.gather(1, (positions // page).clamp(max=columns - 1)).long()

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ...heads.draft_model import DraftModel, TokenRows
 from ...heads.target_tensors import TargetTensors
-from ..attention import PagedAttend
 from ..batch import PackedBatch
 from ..planes import Planes
 from .appended import append_rows
@@ -47,15 +46,15 @@ class DraftModelProposer(FeatureProposer):
         self._pending = self._empty_state(num_rows, self.num_appended)
 
     def observe(self, rows: ObservedRows) -> None:
-        assert self._planes is not None and self._pending is not None
-        both = append_rows(rows, self.num_appended, self._planes.block_size, self.placeholder)
+        assert self._pending is not None
+        both = append_rows(rows, self.num_appended, self.planes.block_size, self.placeholder)
         states = self._read(both.batch)
         self._pending[rows.slots] = states[both.first[:, None] + torch.arange(self.num_appended, device=states.device)]
 
     def _draft(self, step: DraftStep, room: Tensor, count: int) -> tuple[list[Tensor], list[Tensor]]:
-        assert self._planes is not None and self._pending is not None
+        assert self._pending is not None
         states = self._pending[step.slots, 0]
-        rows = ChainRows(step, step.seq_lens - 1, room, count, self._planes.block_size)
+        rows = ChainRows(step, step.seq_lens - 1, room, count, self.planes.block_size)
         tokens, laws = [], []
         for k in range(count):
             if k:
@@ -67,6 +66,5 @@ class DraftModelProposer(FeatureProposer):
 
     def _read(self, batch: PackedBatch) -> Tensor:
         """The states [num_tokens, hidden] after each token of a batch, whose rows are kept for those that follow."""
-        assert self._planes is not None
         embeds = self.head.embed(batch.token_ids, self.target)
-        return self.head(TokenRows(embeds, batch.positions), PagedAttend(self._planes, self.plane_names, batch))
+        return self.head(TokenRows(embeds, batch.positions), self._attend(batch))

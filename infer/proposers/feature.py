@@ -7,42 +7,32 @@ observed rows into slots that the next observation overwrites, so a rejected dra
 from abc import abstractmethod
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...heads.base import DraftOutput, DraftRows
 from ...heads.decoder import DecoderHead
 from ...heads.target_tensors import TargetTensors
-from ..attention import PagedAttend
 from ..batch import PackedBatch
 from ..planes import Planes
 from .base import Drafts, DraftStep, ObservedRows, Requirements
-from .drafting import ChainRows, DraftSampling, drafts_within, layer_planes
-from .head import HeadProposer
+from .drafting import ChainRows, DraftSampling, drafts_within
+from .layered import LayeredProposer
 
 
-class FeatureProposer(HeadProposer):
-    """One cache plane a layer, and drafts up to the positions the head was made for."""
-
-    head: DecoderHead
+class FeatureProposer(LayeredProposer):
+    """Drafts chains up to the positions the head was made for."""
 
     def __init__(
         self, head: DecoderHead, target: TargetTensors, num_draft_tokens: int, draft_sampling: DraftSampling = "greedy"
     ) -> None:
         super().__init__(head, target, num_draft_tokens, draft_sampling)
-        planes = layer_planes(head)
-        self.plane_names = [plane.name for plane in planes]
         self.requirements = Requirements(
             layer_ids=head.config.layer_ids,
-            planes=planes,
+            planes=self.layer_planes,
             next_token=1,
             lookahead=max(num_draft_tokens - 2, 0),
             draft_laws=self.probabilistic,
         )
-        self._planes: Planes | None = None
-
-    def bind(self, planes: Planes, num_rows: int) -> None:
-        self._planes = planes
 
     def propose(self, step: DraftStep) -> Drafts:
         room = drafts_within(step, self.head.config.max_position_embeddings + 1, self.num_draft_tokens)
@@ -54,18 +44,12 @@ class FeatureProposer(HeadProposer):
     def _draft(self, step: DraftStep, room: Tensor, count: int) -> tuple[list[Tensor], list[Tensor]]:
         """`count` draft tokens [batch] and the laws [batch, draft_vocab] they were drawn from."""
 
-    def _empty_state(self, *shape: int) -> Tensor:
-        """A buffer of hidden states."""
-        like = next(self.head.parameters())
-        return torch.zeros(*shape, self.head.config.hidden_size, dtype=like.dtype, device=like.device)
-
     def _forward(
         self, embeds: Tensor, states: Tensor, batch: PackedBatch, positions: Tensor | None = None, step: int = 0
     ) -> DraftOutput:
         """Rows stand at `positions` [num_tokens], which are the batch's own unless given."""
-        assert self._planes is not None
-        attend = PagedAttend(self._planes, self.plane_names, batch)
-        return self.head(DraftRows(embeds, states, batch.positions if positions is None else positions, step), attend)
+        rows = DraftRows(embeds, states, batch.positions if positions is None else positions, step)
+        return self.head(rows, self._attend(batch))
 
     def _draw_all(self, states: Tensor, step: DraftStep) -> tuple[list[Tensor], list[Tensor]]:
         """As `_draft`, of drafts whose logits states [batch, count, hidden] do not depend on each other."""
@@ -102,9 +86,9 @@ class AutoregressiveProposer(FeatureProposer):
         self._pending.feedback[rows.slots] = output.feedback[rows.last_rows]
 
     def _draft(self, step: DraftStep, room: Tensor, count: int) -> tuple[list[Tensor], list[Tensor]]:
-        assert self._planes is not None and self._pending is not None
+        assert self._pending is not None
         output = DraftOutput(*(pending[step.slots] for pending in self._pending))
-        rows = ChainRows(step, step.seq_lens - 2, room, count, self._planes.block_size)
+        rows = ChainRows(step, step.seq_lens - 2, room, count, self.planes.block_size)
         tokens, laws = [], []
         for k in range(count):
             if k:

@@ -41,7 +41,7 @@ class MtpProposer(AutoregressiveProposer):
         )
 
     def observe(self, rows: ObservedRows) -> None:
-        assert rows.states is not None and self._pending is not None and self._planes is not None
+        assert rows.states is not None and self._pending is not None
         embeds = self.head.embed(rows.next_token_ids, self.target)
         states = self.head.combine(rows.states.to(embeds.dtype), self.target)
         output = self._forward(embeds, states, rows.batch)
@@ -49,7 +49,7 @@ class MtpProposer(AutoregressiveProposer):
         self._pending.feedback[rows.slots] = output.feedback[rows.last_rows]
         self._keep(0, output.feedback, rows.batch.slot_mapping)
         for k in range(1, self.depth):
-            back = moved_back(rows.batch, k, self._planes.block_size)
+            back = moved_back(rows.batch, k, self.planes.block_size)
             slots = back.batch.slot_mapping
             output = self._forward(embeds[back.rows], self._made(k, slots), back.batch, back.positions, k)
             self._keep(k, output.feedback, slots)
@@ -87,20 +87,17 @@ class MtpProposer(AutoregressiveProposer):
 
     def _row(self, step: DraftStep, token_ids: Tensor, ahead: int, live: Tensor) -> PackedBatch:
         """One row a request, `ahead` of the last one the target computed; padding where there is none."""
-        assert self._planes is not None
         positions = step.seq_lens - 2 + ahead
         room = (live & (positions >= 0)).long()
-        return ChainRows(step, positions, room, 1, self._planes.block_size).at(0, token_ids)
+        return ChainRows(step, positions, room, 1, self.planes.block_size).at(0, token_ids)
 
     def _made(self, k: int, slots: Tensor) -> Tensor:
         """What layer k - 1 made of the rows in `slots` [num_tokens, hidden]."""
-        assert self._planes is not None
-        return self._planes[self.made[k - 1].name].k.flatten(0, 2)[slots]
+        return self.planes[self.made[k - 1].name].k.flatten(0, 2)[slots]
 
     def _keep(self, k: int, states: Tensor, slots: Tensor) -> None:
         if k < len(self.made):
-            assert self._planes is not None
-            store_kv(states[:, None], None, self._planes[self.made[k].name].k, None, slots)
+            store_kv(states[:, None], None, self.planes[self.made[k].name].k, None, slots)
 
 
 class MovedBack(NamedTuple):

@@ -34,8 +34,8 @@ class PEagleProposer(FeatureProposer):
         self._pending = self._empty_state(num_rows, self.num_draft_tokens)
 
     def observe(self, rows: ObservedRows) -> None:
-        assert rows.states is not None and self._planes is not None and self._pending is not None
-        both = append_rows(rows, max(self.num_draft_tokens - 1, 0), self._planes.block_size, self.head.mask_token_id)
+        assert rows.states is not None and self._pending is not None
+        both = append_rows(rows, max(self.num_draft_tokens - 1, 0), self.planes.block_size, self.head.mask_token_id)
         embeds = self.head.embed(rows.next_token_ids, self.target)
         states = self.head.combine(rows.states.to(embeds.dtype), self.target)
         masks = both.appended[:, None]

@@ -252,6 +252,13 @@ def test_an_earlier_record_is_not_replaced_unasked(tmp_path, capsys) -> None:
     assert code == 2 and "--overwrite" in error and out.read_text() == "{}"
 
 
+@pytest.mark.parametrize("out, said", [("a.json/b.json", "in a folder that can be written"), ("", "a file")])
+def test_a_record_that_cannot_be_written_is_refused_before_the_run(out, said, tmp_path, capsys) -> None:
+    (tmp_path / "a.json").write_text("{}")
+    code, _, error = run(capsys, "attention", "--loads", "1x20x1", "--heads", "4,2,16", "--out", tmp_path / out)
+    assert code == 2 and f"--out must be {said}, found" in error and error.count("\n") == 1
+
+
 def test_acceptance_far_from_what_was_asked_is_refused() -> None:
     counts = EngineStatistics(
         num_drafts=1000, reached_per_position=[1000, 800, 400], accepted_per_position=[800, 400, 300]

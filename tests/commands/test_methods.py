@@ -278,7 +278,9 @@ def test_draft_tokens_by_method() -> None:
 def test_a_suffix_cache_that_cannot_be_written_is_refused_before_the_run(model, prompts, tmp_path, capsys) -> None:
     arguments = ("--model", model, "--prompts", prompts, "--method", "suffix", "--out", tmp_path / "r")
     code, _, error = run(capsys, *arguments, "--suffix-cache", prompts / "cache")
-    assert f"--suffix-cache must be a file in a folder that can be written, found {prompts};" in one_line(code, error)
+    assert f"--suffix-cache must be in a folder that can be written, found a file at {prompts};" in one_line(
+        code, error
+    )
     assert not (tmp_path / "r").exists()
 
 

@@ -65,6 +65,8 @@ def test_a_text_that_grows_is_read_as_at_once(target: str, draft: str, text: str
 
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
+@example(text="東京タワー " * 3, part=0.5)
+@example(text="東京タワー" * 9, part=0.8)
 @given(text=PLAIN_TEXT, part=st.floats(0.2, 1))
 @settings(max_examples=25, deadline=None)
 def test_a_draft_is_what_the_targets_tokenizer_makes_of_the_text(target: str, draft: str, text: str, part: float):

@@ -1,0 +1,12 @@
+"""Whether results can be written where they were asked for: looked at before the work that would be lost otherwise."""
+
+import os
+from pathlib import Path
+
+
+def obstacle(folder: Path) -> str | None:
+    """What keeps files from being made in a folder, which need not be there yet; None: nothing does."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        return f"a file at {there}"
+    return None if os.access(there, os.W_OK) else f"{there} read-only"
