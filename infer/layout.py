@@ -53,7 +53,7 @@ class Layout:
 
     def __init__(self, table: RequestTable) -> None:
         self.table = table
-        self._buckets: dict[int, Slots] = {}
+        self._buffers: dict[int, Tensor] = {}  # of decoding steps, by padded batch
         self._mixed_batch, self.mixed_sizes = 0, ()  # steps with prompt rows that are padded
         self._mixed_buffer = torch.empty(5, 0, dtype=torch.int64, device=table.device)
 
@@ -64,24 +64,18 @@ class Layout:
 
         `starts` and `counts` None: each computes its newest token and the drafts that the table has for it.
         """
-        rows = [_row_of(request) for request in requests]
-        if batch is None:
+        padding = 0 if batch is None else batch - len(requests)
+        rows = [_row_of(request) for request in requests] + [self.table.nobody] * padding
+        if starts is not None and counts is not None:
+            told = self.upload(np.asarray([rows, starts + [0] * padding, counts + [1] * padding]))
+        else:
             index = self.upload(rows)
-            return Slots(index, *self._spans(index, starts, counts))
-        slots, padding = self._slots_of(batch), batch - len(rows)
-        slots.rows.copy_(self.upload(rows + [self.table.nobody] * padding))
-        spans = self._spans(
-            slots.rows,
-            None if starts is None else starts + [0] * padding,
-            None if counts is None else counts + [1] * padding,
-        )
-        slots.starts.copy_(spans[0])
-        slots.counts.copy_(spans[1])
-        return slots
+            told = torch.stack([index, self.table.num_known[index] - 1, self.table.num_drafts[index] + 1])
+        return Slots(*(told if batch is None else self._buffer_of(batch).copy_(told)))
 
     def nobody(self, batch: int, width: int) -> Slots:
         """`width` rows for each of `batch` requests that are none."""
-        slots = self._slots_of(batch)
+        slots = Slots(*self._buffer_of(batch))
         slots.rows.fill_(self.table.nobody)
         slots.starts.zero_()
         slots.counts.fill_(width)
@@ -104,13 +98,10 @@ class Layout:
         """What the host knows of a step, and nothing beside it."""
         asked = [i for i, rows in enumerate(scheduled) if rows.samples]
         samplers = [scheduled[i] for i in asked]
-        slots = Slots(
-            self.upload([_row_of(rows.request) for rows in scheduled]),
-            self.upload([rows.start for rows in scheduled]),
-            self.upload([rows.num_tokens for rows in scheduled]),
-        )
+        starts, counts = [rows.start for rows in scheduled], [rows.num_tokens for rows in scheduled]
+        rows = [_row_of(rows.request) for rows in scheduled]
         return MixedPlan(
-            slots=slots,
+            slots=Slots(*self.upload(np.asarray([rows, starts, counts]))),
             asked=self.upload(asked),
             sampling=self.upload([_row_of(rows.request) for rows in samplers]),
             num_drafts=self.upload([rows.num_drafts for rows in samplers]),
@@ -149,16 +140,11 @@ class Layout:
         """Whole numbers as int64 on the device."""
         return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self.table.device, non_blocking=True)
 
-    def _spans(self, rows: Tensor, starts: list[int] | None, counts: list[int] | None) -> tuple[Tensor, Tensor]:
-        if starts is not None and counts is not None:
-            return self.upload(starts), self.upload(counts)
-        return self.table.num_known[rows] - 1, self.table.num_drafts[rows] + 1
-
-    def _slots_of(self, batch: int) -> Slots:
-        if batch not in self._buckets:
-            empty = (torch.zeros(batch, dtype=torch.int64, device=self.table.device) for _ in range(3))
-            self._buckets[batch] = Slots(*empty)
-        return self._buckets[batch]
+    def _buffer_of(self, batch: int) -> Tensor:
+        """The columns of `Slots` [3, batch] int64."""
+        if batch not in self._buffers:
+            self._buffers[batch] = torch.zeros(3, batch, dtype=torch.int64, device=self.table.device)
+        return self._buffers[batch]
 
 
 def _row_of(request: Request) -> int:

@@ -106,16 +106,16 @@ class Runner:
         """Steps with prompt rows are recorded for `batch` requests, unless their logits would take much memory."""
         if (
             batch * (self.num_draft_tokens + 1) * self.stages.target.vocab_size * 4 > RECORDED_LOGITS_BYTES
-            or self.requirements.on_host
             or self.stages.target.state_specs
         ):
-            return  # the host drafts without padding; recurrent layers go by the longest piece, which is not known
+            return  # recurrent layers go by the longest piece, which is not known
         self.layout.pad_mixed(batch)
         plan = self.layout.buffered()
         for num_rows in reversed(self.layout.mixed_sizes):
             for graphs in (None, self.graphs):
                 packed, output, _ = self._run_mixed(plan, num_rows, NEUTRAL, graphs, True)
-                self._finish_mixed(plan, num_rows, packed, output, graphs, [], [], True)
+                self._observe(graphs, ("mixed", num_rows), plan.slots, packed, output.states, [])
+                self._propose(graphs, "mixed", plan.sampling, [])
 
     def measure(self, max_batch_size: int) -> StepCosts:
         """What steps cost at batch sizes up to `max_batch_size`, at every width where steps are recorded."""
@@ -136,14 +136,14 @@ class Runner:
             self._run_target(slots, num_rows, NEUTRAL, self.graphs)
 
         def rest() -> None:
-            if self.requirements.observes and not self.requirements.on_host:
-                self._call(
-                    self.graphs, "observe", (batch, num_rows), self.stages.observe, slots, packed, output.states, []
-                )
+            if not self.stages.observer.requirements.on_host:
+                self._observe(self.graphs, (batch, num_rows), slots, packed, output.states, [])
 
         def draft() -> None:
             if self.num_draft_tokens and not self.requirements.on_host:
-                self._call(self.graphs, "propose", (batch,), self.stages.propose, slots.rows, [])
+                self._propose(self.graphs, batch, slots.rows, [])
+            elif self.num_draft_tokens and not self.stages.observer.requirements.on_host:
+                self._call(self.graphs, "draft", (batch,), self.stages.draft_within, slots.rows, [])
 
         return Rehearsal(verify, rest, draft)
 
@@ -192,14 +192,8 @@ class Runner:
         logprobs = self.stages.logprobs(verified, packed.batch.cu_seqlens, output, wanted)
         if clock is not None:
             clock.mark("verified")
-        if self.requirements.observes:
-            key = (batch, num_rows)
-            self._call(
-                self._own(graphs), "observe", key, self.stages.observe, slots, packed, output.states, request_ids
-            )
-        accepted = None
-        if self.num_draft_tokens and drafts:
-            accepted = self._call(self._own(graphs), "propose", (batch,), self.stages.propose, slots.rows, request_ids)
+        self._observe(graphs, (batch, num_rows), slots, packed, output.states, request_ids)
+        accepted = self._propose(graphs, batch, slots.rows, request_ids) if drafts else None
         if clock is not None:
             clock.mark("drafted")
         return [self.stages.results(verified, slots.rows, slots.counts - 1), *logprobs], accepted
@@ -218,9 +212,45 @@ class Runner:
         )
         return packed, output, verified
 
-    def _own(self, graphs: GraphCache | None) -> GraphCache | None:
-        """Where the proposer's calls are recorded: nowhere if it reads them on the host."""
-        return None if self.requirements.on_host else graphs
+    def _observe(
+        self,
+        graphs: GraphCache | None,
+        key: tuple[int | str, ...],
+        slots: Slots,
+        packed: Packed,
+        states: Tensor | None,
+        request_ids: list[int],
+    ) -> None:
+        of_observer = self.stages.observer.requirements
+        if of_observer.observes:
+            graphs = None if of_observer.on_host else graphs
+            self._call(graphs, "observe", key, self.stages.observe, slots, packed, states, request_ids)
+
+    def _propose(
+        self,
+        graphs: GraphCache | None,
+        key: int | str,
+        drafting: Tensor,
+        request_ids: list[int],
+        asked: Tensor | None = None,
+    ) -> Tensor | None:
+        """What the drafts for table rows `drafting` [batch] promise.
+
+        `asked` int64: the places of the requests in it where others than padding stand between them, which a proposer
+        on the host is not shown.
+        """
+        if not self.num_draft_tokens:
+            return None
+        if not self.requirements.on_host:
+            return self._call(graphs, "propose", (key,), self.stages.propose, drafting, request_ids)
+        shown, inner = drafting if asked is None else drafting[asked], None
+        if self.stages.observer is not self.stages.proposer:
+            if self.stages.observer.requirements.on_host:
+                inner = self.stages.draft_within(shown, request_ids)
+            else:
+                inner = self._call(graphs, "draft", (key,), self.stages.draft_within, drafting, request_ids)
+                inner = inner if asked is None else inner.of(asked)
+        return self.stages.propose(shown, request_ids, inner)
 
     @staticmethod
     def _call(
@@ -250,18 +280,17 @@ class Runner:
         logprobs = () if verified is None else self.stages.logprobs(verified, plan.cu_rows, output, wanted)
         flight.clock.mark("verified")
         ids = [rows.request.request_id for rows in scheduled]
-        accepted = self._finish_mixed(
-            plan, num_rows, packed, output, graphs, ids, sampler_ids, flight.drafts and bool(sampler_ids)
-        )
+        self._observe(graphs, ("mixed", num_rows), plan.slots, packed, output.states, ids)
+        asked = None
+        if recorded is not None:
+            asked = self.layout.upload([i for i, rows in enumerate(scheduled) if rows.samples])
         if sampler_ids:
+            accepted = self._propose(graphs, "mixed", plan.sampling, sampler_ids, asked) if flight.drafts else None
             self._promise(flight, sampler_ids, accepted)
         flight.clock.mark("drafted")
         if verified is not None:
             results = [self.stages.results(verified, plan.sampling, plan.num_drafts), *logprobs]
-            if recorded is not None:
-                asked = self.layout.upload([i for i, rows in enumerate(scheduled) if rows.samples])
-                results = [tensor[asked] for tensor in results]
-            flight.keep(results)
+            flight.keep(results if asked is None else [tensor[asked] for tensor in results])
 
     def _run_mixed(
         self, plan: MixedPlan, num_rows: int, wanted: Features, graphs: GraphCache | None, samples: bool
@@ -272,24 +301,6 @@ class Runner:
             return packed, output, None
         run = None if wanted.edits else graphs
         return packed, output, self._call(run, "verify", key, self.stages.verify_mixed, plan, packed, output, wanted)
-
-    def _finish_mixed(
-        self,
-        plan: MixedPlan,
-        num_rows: int,
-        packed: Packed,
-        output: TargetOutput,
-        graphs: GraphCache | None,
-        request_ids: list[int],
-        sampler_ids: list[int],
-        drafts: bool,
-    ) -> Tensor | None:
-        if self.requirements.observes:
-            key = ("mixed", num_rows)
-            self._call(graphs, "observe", key, self.stages.observe, plan.slots, packed, output.states, request_ids)
-        if not self.num_draft_tokens or not drafts:
-            return None
-        return self._call(graphs, "propose", ("mixed",), self.stages.propose, plan.sampling, sampler_ids)
 
 
 def _shortened(rows: ScheduledRequest, num_drafts: int) -> ScheduledRequest:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels.records import RejectionOutputs, law_columns
 from .layout import MixedPlan, Slots
-from .proposers.base import DraftStep, ObservedRows, Proposer
+from .proposers.base import Drafts, DraftStep, ObservedRows, Proposer
 from .sampling import Features, LogitsRows, SamplingTable, process_logits, top_logprobs
 from .survival import SurvivalEstimator, expected_accepted, log_odds_of, select
 from .table import Packed, RequestTable
@@ -34,6 +34,7 @@ class Stages:
     ) -> None:
         """`estimator` learns which drafts survive, and `widths` are the rows a request may be given, where adaptive."""
         self.target, self.proposer, self.table, self.settings = target, proposer, table, settings
+        self.observer = proposer.inner or proposer
         self.verification, self.estimator = verification, estimator
         self.num_draft_tokens = table.num_draft_tokens
         self.spare_slots = proposer.requirements.spare_slots(table.num_draft_tokens)
@@ -91,10 +92,10 @@ class Stages:
         return [tensor.view(batch, width, -1) for tensor in found]
 
     def observe(self, slots: Slots, packed: Packed, states: Tensor | None, request_ids: list[int]) -> None:
-        """Shows the proposer every row of a step that was verified."""
+        """Shows the observer every row of a step that was verified."""
         table, batch = self.table, packed.batch
         last = (table.num_known[slots.rows] - 2 - slots.starts).clamp(min=0)
-        self.proposer.observe(
+        self.observer.observe(
             ObservedRows(
                 request_ids=request_ids,
                 slots=slots.rows,
@@ -105,25 +106,15 @@ class Stages:
             )
         )
 
-    def propose(self, drafting: Tensor, request_ids: list[int]) -> Tensor | None:
+    def draft_within(self, drafting: Tensor, request_ids: list[int]) -> Drafts:
+        """What the proposer within another drafts for table rows `drafting` [batch]."""
+        step = self._draft_step(drafting, request_ids)._replace(wants_confidence=True)
+        return self.observer.propose(step)
+
+    def propose(self, drafting: Tensor, request_ids: list[int], inner: Drafts | None = None) -> Tensor | None:
         """Lets the proposer draft for table rows `drafting` [batch]; what the drafts promise, for adaptive drafting."""
-        table = self.table
-        known, room = table.num_known[drafting], table.room(drafting, self.spare_slots)
-        drafts = self.proposer.propose(
-            DraftStep(
-                request_ids=request_ids,
-                slots=drafting,
-                block_tables=table.block_tables[drafting],
-                seq_lens=known,
-                last_token_ids=table.tokens[drafting, known - 1].long(),
-                room=room,
-                temperature=self.settings.temperature[drafting],
-                seeds=table.seeds[drafting],
-                wants_confidence=self.estimator is not None,
-                tokens=table.tokens,
-                prompt_lens=table.prompt_lens[drafting],
-            )
-        )
+        table, step = self.table, self._draft_step(drafting, request_ids)
+        drafts, room = self.proposer.propose(step._replace(inner=inner)), step.room
         ids = drafts.token_ids
         # a placeholder or an id the target does not know ends the draft: the target must never embed it
         valid = ((ids >= 0) & (ids < self.target.vocab_size)).long().cumprod(dim=1)
@@ -143,6 +134,22 @@ class Stages:
         """What the host reads [batch, k + 5] int64: tokens, how many, failed, drafts verified, drafts waiting."""
         columns = (verified.num_emitted, verified.failed, num_drafted, self.table.num_drafts[rows])
         return torch.cat([verified.token_ids, torch.stack([column.long() for column in columns], dim=1)], dim=1)
+
+    def _draft_step(self, drafting: Tensor, request_ids: list[int]) -> DraftStep:
+        table, known = self.table, self.table.num_known[drafting]
+        return DraftStep(
+            request_ids=request_ids,
+            slots=drafting,
+            block_tables=table.block_tables[drafting],
+            seq_lens=known,
+            last_token_ids=table.tokens[drafting, known - 1].long(),
+            room=table.room(drafting, self.spare_slots),
+            temperature=self.settings.temperature[drafting],
+            seeds=table.seeds[drafting],
+            wants_confidence=self.estimator is not None,
+            tokens=table.tokens,
+            prompt_lens=table.prompt_lens[drafting],
+        )
 
     def _verify(
         self,

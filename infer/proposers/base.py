@@ -26,7 +26,8 @@ class Requirements:
     fixed_lookahead: bool = False  # all of them for any draft, however few there is room for
     draft_laws: bool = False  # whether drafts carry the law they were drawn from
     observes: bool = True  # False: rows need not be gathered for it
-    on_host: bool = False  # it reads what it is given on the host: its calls are not recorded, nor steps launched ahead
+    on_host: bool = False  # it reads what it is given on the host: its own calls are not recorded, and no step is
+    # launched ahead
 
     def spare_slots(self, num_draft_tokens: int) -> int:
         """Slots that must stay free behind those of the drafts there is room for."""
@@ -67,6 +68,7 @@ class DraftStep(NamedTuple):
     # known tokens, those found in the prefix cache included; what stands behind them means nothing
     tokens: Tensor | None = None
     prompt_lens: Tensor | None = None  # [batch] int64; the first of them that are the prompt
+    inner: "Drafts | None" = None  # of `Proposer.inner`, in buffers that its next drafts overwrite
 
 
 class Drafts(NamedTuple):
@@ -78,6 +80,12 @@ class Drafts(NamedTuple):
     token_map: Tensor | None = None  # [draft_vocab] int64 target ids of the law's columns; None = the target's own
     confidence: Tensor | None = None  # [batch, k] float32 top probability of the law at each position, known before the
     # token there is drawn; it may depend on earlier tokens, never on its own. None = not told
+
+    def of(self, places: Tensor) -> "Drafts":
+        """The drafts of the requests at `places` [n] int64."""
+        log_probs = None if self.log_probs is None else self.log_probs[places]
+        confidence = None if self.confidence is None else self.confidence[places]
+        return Drafts(self.token_ids[places], self.lengths[places], log_probs, self.token_map, confidence)
 
 
 class Released(NamedTuple):
@@ -98,6 +106,8 @@ class Proposer(ABC):
     """
 
     requirements: Requirements
+    inner: "Proposer | None" = None
+    """Within a proposer on the host: one that observes in its place and drafts before it, with its confidence told."""
 
     @abstractmethod
     def bind(self, planes: Planes, num_rows: int) -> None:

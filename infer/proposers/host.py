@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from .base import Drafts, DraftStep
 
@@ -72,19 +73,33 @@ class HostContexts:
 
 def upload_ids(drafts: Sequence[Sequence[int]], step: DraftStep, num_draft_tokens: int) -> Drafts:
     """Ragged drafts of the first requests as point masses; requests behind them, padding, draft nothing."""
-    ids = np.full((len(drafts), num_draft_tokens), -1, dtype=np.int64)
-    lengths = np.zeros(len(drafts), dtype=np.int64)
+    return upload(*padded(drafts, num_draft_tokens), step)
+
+
+def padded(drafts: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids [n, width] int64 of ragged drafts, -1 beyond their lengths [n] int64."""
+    ids = np.full((len(drafts), width), -1, dtype=np.int64)
+    lengths = np.array([len(draft) for draft in drafts], dtype=np.int64)
     for i, draft in enumerate(drafts):
-        lengths[i] = len(draft)
         ids[i, : len(draft)] = draft
-    return upload(ids, lengths, step)
+    return ids, lengths
 
 
 def upload(ids: np.ndarray, lengths: np.ndarray, step: DraftStep) -> Drafts:
     """The same for ids [n, k] int64, -1 beyond lengths [n] int64: one copy."""
-    batch, (count, width) = step.slots.shape[0], ids.shape
-    both = np.full((batch, width + 1), -1, dtype=np.int64)
-    both[:, width] = 0
-    both[:count, :width], both[:count, width] = ids, lengths
+    width = ids.shape[1]
+    both = _with_padding(np.concatenate([ids, lengths[:, None]], axis=1), step)
+    both[len(ids) :, :width] = -1
     on_device = torch.from_numpy(both).to(step.slots.device)
     return Drafts(on_device[:, :width], on_device[:, width], None)
+
+
+def upload_rows(values: np.ndarray, step: DraftStep) -> Tensor:
+    """A row [...] for each of the first requests on the device, zeros for those behind them, which are padding."""
+    return torch.from_numpy(_with_padding(values, step)).to(step.slots.device)
+
+
+def _with_padding(values: np.ndarray, step: DraftStep) -> np.ndarray:
+    rows = np.zeros((step.slots.shape[0], *values.shape[1:]), dtype=values.dtype)
+    rows[: len(values)] = values
+    return rows

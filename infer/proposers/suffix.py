@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from ..planes import Planes
 from .base import Drafts, DraftStep, ObservedRows, Proposer, ProposerError, Released, Requirements
-from .host import HostContexts, upload_ids
+from .host import HostContexts, HostStep, upload_ids, upload_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,19 +74,19 @@ class SuffixProposer(Proposer):
         """Tokens come with the step that drafts."""
 
     def propose(self, step: DraftStep) -> Drafts:
-        found = self.speculate(step)
+        _, found = self.speculate(step)
         drafts = upload_ids([draft.token_ids for draft in found], step, self.num_draft_tokens)
         if not step.wants_confidence:
             return drafts
-        return drafts._replace(confidence=confidence_of(found, step, self.num_draft_tokens))
+        return drafts._replace(confidence=upload_rows(confidence_of(found, self.num_draft_tokens), step))
 
-    def speculate(self, step: DraftStep) -> list[SuffixDraft]:
+    def speculate(self, step: DraftStep) -> tuple[HostStep, list[SuffixDraft]]:
         """The draft of each real request, empty where nothing is known; takes in what the step before emitted."""
         assert self._contexts is not None
         host = self._contexts.update(step)
         columns = (host.rows, host.num_known, host.num_before, host.prompt_lens, host.room)
         requests = zip(host.request_ids, *(column.tolist() for column in columns), strict=True)
-        return [self._speculate(*request) for request in requests]
+        return host, [self._speculate(*request) for request in requests]
 
     def release(self, request: Released) -> None:
         if request.request_id in self.cache.active_requests:
@@ -127,13 +126,13 @@ class SuffixProposer(Proposer):
         return cache
 
 
-def confidence_of(drafts: Sequence[SuffixDraft], step: DraftStep, num_draft_tokens: int) -> torch.Tensor:
-    """Of each draft token given those before it, [batch, num_draft_tokens] float32; 0 where there is none."""
-    out = np.zeros((step.slots.shape[0], num_draft_tokens), dtype=np.float32)
+def confidence_of(drafts: Sequence[SuffixDraft], width: int) -> np.ndarray:
+    """Of each draft token given those before it, [n, width] float32; 0 where there is none."""
+    out = np.zeros((len(drafts), width), dtype=np.float32)
     for i, draft in enumerate(drafts):
         probs = np.asarray(draft.probs, dtype=np.float32)
         out[i, : len(probs)] = probs / np.concatenate([[1.0], probs[:-1]])[: len(probs)]
-    return torch.from_numpy(out).to(step.slots.device)
+    return out
 
 
 def check_installed() -> None:

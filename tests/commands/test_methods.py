@@ -292,4 +292,4 @@ def test_a_hybrids_head_makes_its_own_number_of_drafts(model, head) -> None:
     tokens = draft_tokens("suffix+eagle3", options, loaded.record)
     made = proposer_maker("suffix+eagle3", options, target, loaded, tokens)(EngineConfig(num_draft_tokens=24))
     assert isinstance(made, HybridProposer) and made.suffix.num_draft_tokens == 24
-    assert made.head.num_draft_tokens == 2
+    assert made.inner.num_draft_tokens == 2

@@ -118,5 +118,5 @@ def test_a_choice_that_looks_at_drawn_tokens_is_seen(target, monkeypatch) -> Non
         return law_p(target, HybridProposer(own_text, LawProposer(law, 3), VOCAB), LONG, samples, temperature=1.0)[0]
 
     assert p(SAMPLES) > 1e-4
-    monkeypatch.setattr(hybrid, "_head_promises", lambda drafts, own: hybrid._promised(own, drafts.lengths))
+    monkeypatch.setattr(hybrid, "_head_promises", lambda drafts, own, lengths: hybrid._promised(own, lengths))
     assert p(2 * SAMPLES) < 1e-5

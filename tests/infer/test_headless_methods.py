@@ -120,16 +120,18 @@ def test_ngrams_on_the_device_run_launched_ahead_and_padded_as_when_recorded(tar
 
 
 @pytest.mark.parametrize("name", by_name(["ngram", "suffix", "custom", "suffix+eagle3"]))
-def test_the_target_is_recorded_and_a_host_proposers_calls_are_not(target, plain, name) -> None:
-    """Padded steps have as many rows as the drafts that wait need, not as many as there could be."""
+def test_only_what_is_on_the_device_is_recorded(target, plain, name) -> None:
+    """Of a hybrid that is its head. Steps have as many rows as the drafts that wait need, not as there could be."""
     engine = Engine(target, METHODS[name](target, K), dataclasses.replace(CONFIG, max_batch_size=7))
     replays = engine.runner.graphs = Replays()
     with torch.inference_mode():
         engine.runner.capture(7)
     captured, replays.keys = replays.keys, set()
     assert [o.token_ids for o in engine.generate(prompts(), GREEDY)] == plain
-    assert {key[0] for key in replays.keys} == {"target", "verify"} and replays.keys <= captured
-    widths = {key[2] // key[1] for key in replays.keys if key[1] == 8}
+    of_head = {"observe", "draft"} if name == "suffix+eagle3" else set()
+    assert {key[0] for key in replays.keys} == {"target", "verify"} | of_head and replays.keys <= captured
+    assert {key[1] for key in replays.keys if key[0] == "target"} >= {"mixed", 8}
+    widths = {key[2] // key[1] for key in replays.keys if key[0] == "target" and key[1] == 8}
     assert widths <= set(engine.runner.widths) == {1, 2, 3, 4, 5}
     if name == "ngram":
         assert min(widths - {1}) < K + 1

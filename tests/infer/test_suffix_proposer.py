@@ -22,7 +22,7 @@ def speculate(text, responses=(), *, k=K, room=99, prompt_len=None, **settings):
     """(ids, probabilities) drafted behind a text after these earlier responses."""
     proposer = bound(SuffixProposer(k, SuffixSettings(**settings), responses), 1)
     lens = None if prompt_len is None else [prompt_len]
-    (draft,) = proposer.speculate(step_of([text], room=room, prompt_lens=lens))
+    _, (draft,) = proposer.speculate(step_of([text], room=room, prompt_lens=lens))
     return draft.token_ids, pytest.approx(draft.probs)
 
 
