@@ -1,6 +1,7 @@
-"""N-gram drafts on a GPU: recorded = eager, device = host; and recorded steps beside a proposer on the host."""
+"""N-gram drafts on a GPU: recorded = eager, device = host; and what is recorded of steps that draft on the host."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -9,14 +10,18 @@ import torch
 from spectrain.infer.engine import Engine, EngineConfig
 from spectrain.infer.planes import Planes
 from spectrain.infer.proposers.base import Proposer
+from spectrain.infer.proposers.hybrid import HybridProposer
 from spectrain.infer.proposers.ngram import NgramProposer
 from spectrain.infer.proposers.ngram_gpu import NgramGpuProposer
 from spectrain.infer.proposers.ngram_rule import NgramRule
 from spectrain.infer.proposers.none import NoneProposer
+from spectrain.infer.proposers.suffix import SuffixProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
+from spectrain.tests.fresh import fresh_proposer
 from spectrain.tests.infer.draft_steps import drafted, step_of
 from spectrain.tests.models import rand_llama
+from spectrain.tests.suffix_package import NEEDS_SUFFIX
 
 pytestmark = pytest.mark.gpu
 K = 4
@@ -54,6 +59,18 @@ def test_recorded_steps_say_what_eager_ones_say(target, kind, temperature) -> No
 def test_greedy_output_is_the_targets_own(target, kind) -> None:
     plain, _ = decode(target, NoneProposer(), num_draft_tokens=0)
     assert decode(target, kind(K, RULE))[0] == plain
+
+
+@NEEDS_SUFFIX
+@pytest.mark.parametrize("sampling", ["greedy", "probabilistic"])
+def test_the_head_of_a_hybrid_is_recorded_and_prompts_beside_it(target, sampling) -> None:
+    plain, _ = decode(target, NoneProposer(), num_draft_tokens=0)
+    hybrid = HybridProposer(SuffixProposer(K), fresh_proposer("eagle3", target, 2, sampling), target.vocab_size)
+    said, engine = decode(target, hybrid)
+    assert said == plain and engine.not_recorded is None and engine.runner.graphs is not None
+    recorded = {(stage, place == "mixed") for stage, place, *_ in engine.runner.graphs._recorded}
+    assert recorded == set(itertools.product(("target", "verify", "observe", "draft"), (True, False)))
+    assert engine.statistics.accepted_tokens > 0
 
 
 @pytest.mark.parametrize("occurrence", ["earliest", "latest"])
