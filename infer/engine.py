@@ -142,7 +142,7 @@ class Engine:
         )
         launch_ahead = use_graphs if config.launch_ahead is None else config.launch_ahead
         fits = config.max_batch_size * (config.num_draft_tokens + 1) <= config.max_batch_tokens
-        self._ahead = launch_ahead and fits and not requirements.on_host
+        self._ahead = launch_ahead and fits
         self._flight: Flight | None = None
         self._last_clock: Clock | None = None
         self._ended: list[RequestOutput] = []  # of requests that ended as they came
@@ -253,7 +253,10 @@ class Engine:
         if flight is None:
             return ended
         self._flight = self._launch_ahead(flight)
-        return ended + self._land(flight)
+        ended += self._land(flight)
+        if self._flight is not None:
+            self.runner.draft(self._flight)
+        return ended
 
     def generate(
         self,
@@ -310,7 +313,7 @@ class Engine:
             wanted = self._slots(request, len(request.token_ids) + 2 * (k + 1) + k)
             if not self.pool.grow(request.block_table, wanted):
                 return None
-        return self.runner.launch_ahead(ahead, drafts_wait=flight.drafts)
+        return self.runner.launch_ahead(ahead, flight)
 
     def _admit(self, request: Request) -> None:
         self.table.admit(request, self._limit(request))

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.records import RejectionOutputs
 from .draft_policy import Choice, Promise
+from .graphs import GraphCache
 from .request import Request
 
 
@@ -51,8 +53,20 @@ class Verified(NamedTuple):
     logprobs: list[dict[int, float]]  # of each token, the token itself first; empty where not asked for
 
 
+class Undrafted(NamedTuple):
+    """A step that was verified, before it drafts."""
+
+    key: int | str  # of the proposer's recorded calls
+    graphs: GraphCache | None
+    drafting: Tensor  # [batch] int64; table rows of the requests that sample, and of padding
+    places: Sequence[int] | None  # of those requests in it; None: the first
+    num_drafted: Tensor  # [batch] int64; drafts verified
+    verified: RejectionOutputs
+    logprobs: Sequence[Tensor]
+
+
 class Flight:
-    """A launched step. `land` waits for it."""
+    """A launched step: verified, then drafted, then landed; `land` waits for it."""
 
     def __init__(self, requests: list[Request], samples: list[bool], ends: list[int], clock: Clock) -> None:
         self.requests, self.samples = requests, samples
@@ -61,9 +75,15 @@ class Flight:
         self.drafts = True  # whether drafts may wait once the step is done
         self.choice: Choice | None = None  # of a decoding step that was chosen adaptively
         self.padded = len(requests)
+        self.undrafted: Undrafted | None = None
+        self.at_most: dict[int, int] | None = None  # drafts that wait, by request id, where the host knows them
         self._promise: Promise | None = None
         self._accepted: Tensor | None = None
         self._results: list[Tensor] = []
+
+    @property
+    def samplers(self) -> list[Request]:
+        return [request for request, samples in zip(self.requests, self.samples, strict=True) if samples]
 
     @property
     def all_sample(self) -> bool:

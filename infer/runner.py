@@ -13,14 +13,14 @@ from torch import Tensor
 from ..kernels.records import RejectionOutputs
 from .costs import Rehearsal, StepCosts, measure_costs, stopwatch
 from .draft_policy import DraftPolicy, draft_widths
-from .flight import Clock, Flight
+from .flight import Clock, Flight, Undrafted
 from .graphs import GraphCache
 from .layout import Layout, MixedPlan, Slots, bucket
 from .proposers.base import Proposer
 from .request import Request
 from .sampling import NEUTRAL, Features, SamplingTable, features_of
 from .scheduler import ScheduledRequest
-from .stages import Stages
+from .stages import Proposed, Stages
 from .survival import SurvivalEstimator
 from .table import Packed, RequestTable
 from .target import Target, TargetOutput
@@ -66,17 +66,49 @@ class Runner:
         drafts_wait = any(rows.num_drafts for rows in scheduled)
         if flight.all_sample and all(rows.num_tokens == rows.num_drafts + 1 for rows in scheduled):
             starts, counts = [rows.start for rows in scheduled], [rows.num_tokens for rows in scheduled]
-            self._decode(flight, starts, counts, drafts_wait)
+            self._decode(flight, starts, counts, counts, drafts_wait)
         else:
             self._mixed(flight, scheduled, drafts_wait)
+        self.draft(flight)
         return flight
 
-    def launch_ahead(self, requests: list[Request], drafts_wait: bool) -> Flight:
-        """Starts a step of decoding requests of which an earlier step, which drafted or not, is still in flight."""
+    def launch_ahead(self, requests: list[Request], before: Flight) -> Flight:
+        """Starts a step of decoding requests of which an earlier one is still in flight.
+
+        What drafts on the host waits for the step, and meanwhile the host may read the one before: call `draft` then.
+        """
         flight = Flight(requests, [True] * len(requests), [], Clock(self.table.device))
         self.table.write_blocks(requests)
-        self._decode(flight, None, None, drafts_wait)
+        most = None
+        if before.at_most is not None:
+            most = [1 + before.at_most.get(request.request_id, 0) for request in requests]
+        self._decode(flight, None, None, most, before.drafts)
+        if not self.requirements.on_host:
+            self.draft(flight)
         return flight
+
+    def draft(self, flight: Flight) -> None:
+        """Has the requests of a verified step draft, but for those that ended since, and its results copied."""
+        step, flight.undrafted = flight.undrafted, None
+        if step is not None:
+            requests = flight.samplers
+            places = step.places or range(len(requests))
+            alive = [i for i, request in enumerate(requests) if not request.finish_reason]
+            ids = [requests[i].request_id for i in alive]
+            if flight.drafts and alive and self.num_draft_tokens:
+                asked = None if step.places is None and len(alive) == len(requests) else [places[i] for i in alive]
+                proposed = self._propose(step.graphs, step.key, step.drafting, ids, asked)
+                if proposed.at_most is not None:
+                    flight.at_most = dict(zip(ids, proposed.at_most, strict=True))
+                if self.policy is not None and proposed.promised is not None:
+                    flight.keep_promise(self.policy.promise(ids), proposed.promised)
+            flight.clock.mark("drafted")
+            results = [self.stages.results(step.verified, step.drafting, step.num_drafted), *step.logprobs]
+            if step.places is None:
+                flight.keep([tensor[: len(requests)] for tensor in results])
+            else:
+                index = self.layout.upload(step.places)
+                flight.keep([tensor[index] for tensor in results])
 
     def forget(self, request_id: int, finished: bool) -> None:
         """A request left, for good or to come back from its start."""
@@ -89,13 +121,19 @@ class Runner:
             return
         if self.requirements.draft_laws:
             # the first step verifies without the laws that it brings, and what is recorded must have run before
-            self._run_decode(self.layout.nobody(bucket(max_batch_size), 1), bucket(max_batch_size), NEUTRAL, None, [])
+            self._run_nobody(bucket(max_batch_size), 1, None)
         for batch in sorted({bucket(n) for n in range(1, max_batch_size + 1)}, reverse=True):
-            slots = self.layout.nobody(batch, 1)
             for width in sorted(set(self.widths)):
-                self._run_decode(slots, batch * width, NEUTRAL, None, [])
-                self._run_decode(slots, batch * width, NEUTRAL, self.graphs, [])
+                for graphs in (None, self.graphs):
+                    self._run_nobody(batch, width, graphs)
         self._capture_mixed(bucket(max_batch_size))
+
+    def _run_nobody(self, batch: int, width: int, graphs: GraphCache | None) -> None:
+        slots, num_rows = self.layout.nobody(batch, 1), batch * width
+        packed, output, _ = self._run_target(slots, num_rows, NEUTRAL, graphs)
+        self._observe(graphs, (batch, num_rows), slots, packed, output.states, [])
+        if self.num_draft_tokens:
+            self._propose(graphs, batch, slots.rows, [])
 
     def run_plainly(self) -> None:
         """Records nothing any more and forgets what was: every step runs call by call."""
@@ -115,7 +153,8 @@ class Runner:
             for graphs in (None, self.graphs):
                 packed, output, _ = self._run_mixed(plan, num_rows, NEUTRAL, graphs, True)
                 self._observe(graphs, ("mixed", num_rows), plan.slots, packed, output.states, [])
-                self._propose(graphs, "mixed", plan.sampling, [])
+                if self.num_draft_tokens:
+                    self._propose(graphs, "mixed", plan.sampling, [])
 
     def measure(self, max_batch_size: int) -> StepCosts:
         """What steps cost at batch sizes up to `max_batch_size`, at every width where steps are recorded."""
@@ -147,14 +186,24 @@ class Runner:
 
         return Rehearsal(verify, rest, draft)
 
-    def _decode(self, flight: Flight, starts: list[int] | None, counts: list[int] | None, drafts_wait: bool) -> None:
-        """A step in which every request computes its newest token and its drafts, and samples."""
+    def _decode(
+        self,
+        flight: Flight,
+        starts: list[int] | None,
+        counts: list[int] | None,
+        most: list[int] | None,
+        drafts_wait: bool,
+    ) -> None:
+        """A step in which every request computes its newest token and its drafts, at `most` so many rows, and samples.
+
+        Where the rows do not hold all drafts that wait, those that are verified are chosen and counted.
+        """
         requests, recorded = flight.requests, self.graphs is not None
         ids = [request.request_id for request in requests]
         flight.padded = batch = bucket(len(requests)) if recorded else len(requests)
         width = self.num_draft_tokens + 1
-        if counts is not None:
-            total = sum(counts) + batch - len(requests)
+        if most is not None:
+            total = sum(most) + batch - len(requests)
             width = next(width for width in self.widths if batch * width >= total)
         if self.policy is not None:
             flight.choice = self.policy.choose(ids, batch, drafts_wait)
@@ -164,39 +213,11 @@ class Runner:
             num_rows = min(num_rows, sum(counts))
         slots = self.layout.decode(requests, starts, counts, batch if recorded else None)
         wanted = features_of([request.params for request in requests])
-        results, accepted = self._run_decode(slots, num_rows, wanted, self.graphs, ids, flight.drafts, flight.clock)
-        self._promise(flight, ids, accepted)
-        flight.keep([tensor[: len(requests)] for tensor in results])
-
-    def _promise(self, flight: Flight, request_ids: list[int], accepted: Tensor | None) -> None:
-        if self.policy is not None and accepted is not None:
-            flight.keep_promise(self.policy.promise(request_ids), accepted)
-
-    def _run_decode(
-        self,
-        slots: Slots,
-        num_rows: int,
-        wanted: Features,
-        graphs: GraphCache | None,
-        request_ids: list[int],
-        drafts: bool = True,
-        clock: Clock | None = None,
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """What `Flight.keep` takes: tokens, how many, failed, drafts verified, drafts waiting; log-probabilities.
-
-        And what the new drafts promise. Where `num_rows` do not hold all drafts that `slots` count, those that are
-        verified are chosen and counted.
-        """
-        batch = slots.rows.shape[0]
-        packed, output, verified = self._run_target(slots, num_rows, wanted, graphs)
+        packed, output, verified = self._run_target(slots, num_rows, wanted, self.graphs)
         logprobs = self.stages.logprobs(verified, packed.batch.cu_seqlens, output, wanted)
-        if clock is not None:
-            clock.mark("verified")
-        self._observe(graphs, (batch, num_rows), slots, packed, output.states, request_ids)
-        accepted = self._propose(graphs, batch, slots.rows, request_ids) if drafts else None
-        if clock is not None:
-            clock.mark("drafted")
-        return [self.stages.results(verified, slots.rows, slots.counts - 1), *logprobs], accepted
+        flight.clock.mark("verified")
+        self._observe(self.graphs, (batch, num_rows), slots, packed, output.states, ids)
+        flight.undrafted = Undrafted(batch, self.graphs, slots.rows, None, slots.counts - 1, verified, logprobs)
 
     def _run_target(
         self, slots: Slots, num_rows: int, wanted: Features, graphs: GraphCache | None
@@ -232,24 +253,23 @@ class Runner:
         key: int | str,
         drafting: Tensor,
         request_ids: list[int],
-        asked: Tensor | None = None,
-    ) -> Tensor | None:
-        """What the drafts for table rows `drafting` [batch] promise.
+        asked: Sequence[int] | None = None,
+    ) -> Proposed:
+        """Drafts for table rows `drafting` [batch].
 
-        `asked` int64: the places of the requests in it where others than padding stand between them, which a proposer
-        on the host is not shown.
+        `asked` are the places of the requests in it where others than padding stand between them, which a proposer on
+        the host is not shown.
         """
-        if not self.num_draft_tokens:
-            return None
         if not self.requirements.on_host:
             return self._call(graphs, "propose", (key,), self.stages.propose, drafting, request_ids)
-        shown, inner = drafting if asked is None else drafting[asked], None
+        places = None if asked is None else self.layout.upload(asked)
+        shown, inner = drafting if places is None else drafting[places], None
         if self.stages.observer is not self.stages.proposer:
             if self.stages.observer.requirements.on_host:
                 inner = self.stages.draft_within(shown, request_ids)
             else:
                 inner = self._call(graphs, "draft", (key,), self.stages.draft_within, drafting, request_ids)
-                inner = inner if asked is None else inner.of(asked)
+                inner = inner if places is None else inner.of(places)
         return self.stages.propose(shown, request_ids, inner)
 
     @staticmethod
@@ -281,16 +301,11 @@ class Runner:
         flight.clock.mark("verified")
         ids = [rows.request.request_id for rows in scheduled]
         self._observe(graphs, ("mixed", num_rows), plan.slots, packed, output.states, ids)
-        asked = None
-        if recorded is not None:
-            asked = self.layout.upload([i for i, rows in enumerate(scheduled) if rows.samples])
-        if sampler_ids:
-            accepted = self._propose(graphs, "mixed", plan.sampling, sampler_ids, asked) if flight.drafts else None
-            self._promise(flight, sampler_ids, accepted)
-        flight.clock.mark("drafted")
-        if verified is not None:
-            results = [self.stages.results(verified, plan.sampling, plan.num_drafts), *logprobs]
-            flight.keep(results if asked is None else [tensor[asked] for tensor in results])
+        if verified is None:
+            flight.clock.mark("drafted")
+            return
+        places = None if recorded is None else [i for i, rows in enumerate(scheduled) if rows.samples]
+        flight.undrafted = Undrafted("mixed", graphs, plan.sampling, places, plan.num_drafts, verified, logprobs)
 
     def _run_mixed(
         self, plan: MixedPlan, num_rows: int, wanted: Features, graphs: GraphCache | None, samples: bool

@@ -1,6 +1,7 @@
 """What a proposer is: it sees every row the target computes, once and in order, and drafts what may come next."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,8 +27,7 @@ class Requirements:
     fixed_lookahead: bool = False  # all of them for any draft, however few there is room for
     draft_laws: bool = False  # whether drafts carry the law they were drawn from
     observes: bool = True  # False: rows need not be gathered for it
-    on_host: bool = False  # it reads what it is given on the host: its own calls are not recorded, and no step is
-    # launched ahead
+    on_host: bool = False  # it reads what it is given on the host: its own calls are not recorded
 
     def spare_slots(self, num_draft_tokens: int) -> int:
         """Slots that must stay free behind those of the drafts there is room for."""
@@ -80,6 +80,7 @@ class Drafts(NamedTuple):
     token_map: Tensor | None = None  # [draft_vocab] int64 target ids of the law's columns; None = the target's own
     confidence: Tensor | None = None  # [batch, k] float32 top probability of the law at each position, known before the
     # token there is drawn; it may depend on earlier tokens, never on its own. None = not told
+    at_most: Sequence[int] | None = None  # `lengths` of the requests that are no padding, where the host knows them
 
     def of(self, places: Tensor) -> "Drafts":
         """The drafts of the requests at `places` [n] int64."""

@@ -91,7 +91,7 @@ def upload(ids: np.ndarray, lengths: np.ndarray, step: DraftStep) -> Drafts:
     both = _with_padding(np.concatenate([ids, lengths[:, None]], axis=1), step)
     both[len(ids) :, :width] = -1
     on_device = torch.from_numpy(both).to(step.slots.device)
-    return Drafts(on_device[:, :width], on_device[:, width], None)
+    return Drafts(on_device[:, :width], on_device[:, width], None, at_most=lengths.tolist())
 
 
 def upload_rows(values: np.ndarray, step: DraftStep) -> Tensor:

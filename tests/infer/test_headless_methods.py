@@ -119,6 +119,55 @@ def test_ngrams_on_the_device_run_launched_ahead_and_padded_as_when_recorded(tar
     assert engine.statistics.accepted_tokens > 0
 
 
+ENDING = [
+    SamplingParams(max_tokens=5 + 7 * (i % 4), temperature=float(i % 3 == 2), seed=i, stop_token_ids=(11, 31))
+    for i in range(14)
+]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("name", by_name(METHODS))
+def test_a_host_that_reads_a_step_while_the_next_one_runs_says_the_same(target, name, recorded) -> None:
+    """Requests end within accepted drafts and at limits while their next step is on its way; others take their rows."""
+    said, engines = [], []
+    for ahead in (False, True):
+        config = dataclasses.replace(CONFIG, launch_ahead=ahead, max_batch_size=3)
+        engine = Engine(target, METHODS[name](target, K), config)
+        if recorded:
+            engine.runner.graphs = Replays()
+            with torch.inference_mode():
+                engine.runner.capture(3)
+        launched = watch(engine)
+        outputs = engine.generate(prompts() * 2, ENDING)
+        assert bool(launched) == ahead and engine.pool.num_free == engine.pool.num_blocks - 1
+        if ahead and engine.proposer.requirements.on_host:
+            assert min(launched) < 3 * (K + 1), "the drafts that wait are known, yet all rows were computed"
+        trees = getattr(engine.proposer, "suffix", engine.proposer)
+        assert not (isinstance(trees, SuffixProposer) and trees.cache.active_requests), "a request was drafted for late"
+        said.append([(o.token_ids, o.finish_reason) for o in outputs])
+        engines.append(engine.statistics)
+    assert said[0] == said[1]
+    if "suffix" not in name:  # trees learn a response when its step is read
+        for field in ("num_drafts", "draft_tokens", "accepted_per_position", "request_forwards"):
+            assert getattr(engines[0], field) == getattr(engines[1], field), field
+
+
+def watch(engine: Engine) -> list[int]:
+    """Rows of the steps that are launched ahead from now on."""
+    rows: list[int] = []
+    ahead, forward = engine.runner.launch_ahead, engine.runner.stages.forward
+
+    def launch_ahead(requests, before):
+        engine.runner.stages.forward = lambda slots, num_rows: (rows.append(num_rows), forward(slots, num_rows))[1]
+        try:
+            return ahead(requests, before)
+        finally:
+            engine.runner.stages.forward = forward
+
+    engine.runner.launch_ahead = launch_ahead
+    return rows
+
+
 @pytest.mark.parametrize("name", by_name(["ngram", "suffix", "custom", "suffix+eagle3"]))
 def test_only_what_is_on_the_device_is_recorded(target, plain, name) -> None:
     """Of a hybrid that is its head. Steps have as many rows as the drafts that wait need, not as there could be."""
