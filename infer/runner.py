@@ -6,7 +6,7 @@ read the step before it.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from .proposers.base import Proposer
 from .request import Request
 from .sampling import NEUTRAL, Features, SamplingTable, features_of
 from .scheduler import ScheduledRequest
-from .stages import Proposed, Stages
+from .stages import Stages
 from .survival import SurvivalEstimator
 from .table import Packed, RequestTable
 from .target import Target, TargetOutput
@@ -28,6 +28,13 @@ from .verify import Verification
 
 RECORDED_LOGITS_BYTES = 2**28
 """Each recorded step keeps logits of its own."""
+
+
+class Proposed(NamedTuple):
+    """What is known of a step's new drafts."""
+
+    promised: Tensor | None  # for adaptive drafting: accepted drafts a request by width, `survival.expected_accepted`
+    at_most: Sequence[int] | None = None  # drafts of each request, where the host knows them
 
 
 class Runner:
@@ -90,25 +97,26 @@ class Runner:
     def draft(self, flight: Flight) -> None:
         """Has the requests of a verified step draft, but for those that ended since, and its results copied."""
         step, flight.undrafted = flight.undrafted, None
-        if step is not None:
-            requests = flight.samplers
-            places = step.places or range(len(requests))
-            alive = [i for i, request in enumerate(requests) if not request.finish_reason]
+        if step is None:
+            return
+        requests = flight.samplers
+        alive = [i for i, request in enumerate(requests) if not request.finish_reason]
+        if flight.drafts and alive and self.num_draft_tokens:
             ids = [requests[i].request_id for i in alive]
-            if flight.drafts and alive and self.num_draft_tokens:
-                asked = None if step.places is None and len(alive) == len(requests) else [places[i] for i in alive]
-                proposed = self._propose(step.graphs, step.key, step.drafting, ids, asked)
-                if proposed.at_most is not None:
-                    flight.at_most = dict(zip(ids, proposed.at_most, strict=True))
-                if self.policy is not None and proposed.promised is not None:
-                    flight.keep_promise(self.policy.promise(ids), proposed.promised)
-            flight.clock.mark("drafted")
-            results = [self.stages.results(step.verified, step.drafting, step.num_drafted), *step.logprobs]
-            if step.places is None:
-                flight.keep([tensor[: len(requests)] for tensor in results])
-            else:
-                index = self.layout.upload(step.places)
-                flight.keep([tensor[index] for tensor in results])
+            places = step.places or range(len(requests))
+            asked = None if step.places is None and len(alive) == len(requests) else [places[i] for i in alive]
+            proposed = self._propose(step.graphs, step.key, step.drafting, ids, asked)
+            if proposed.at_most is not None:
+                flight.at_most = dict(zip(ids, proposed.at_most, strict=True))
+            if self.policy is not None and proposed.promised is not None:
+                flight.keep_promise(self.policy.promise(ids), proposed.promised)
+        flight.clock.mark("drafted")
+        results = [self.stages.results(step.verified, step.drafting, step.num_drafted), *step.logprobs]
+        if step.places is None:
+            flight.keep([tensor[: len(requests)] for tensor in results])
+        else:
+            index = self.layout.upload(step.places)
+            flight.keep([tensor[index] for tensor in results])
 
     def forget(self, request_id: int, finished: bool) -> None:
         """A request left, for good or to come back from its start."""
@@ -154,7 +162,7 @@ class Runner:
                 packed, output, _ = self._run_mixed(plan, num_rows, NEUTRAL, graphs, True)
                 self._observe(graphs, ("mixed", num_rows), plan.slots, packed, output.states, [])
                 if self.num_draft_tokens:
-                    self._propose(graphs, "mixed", plan.sampling, [])
+                    self._propose(graphs, "mixed", plan.sampling, [], [])
 
     def measure(self, max_batch_size: int) -> StepCosts:
         """What steps cost at batch sizes up to `max_batch_size`, at every width where steps are recorded."""
@@ -261,7 +269,7 @@ class Runner:
         the host is not shown.
         """
         if not self.requirements.on_host:
-            return self._call(graphs, "propose", (key,), self.stages.propose, drafting, request_ids)
+            return Proposed(self._call(graphs, "propose", (key,), self.stages.propose, drafting, request_ids))
         places = None if asked is None else self.layout.upload(asked)
         shown, inner = drafting if places is None else drafting[places], None
         if self.stages.observer is not self.stages.proposer:
@@ -270,7 +278,11 @@ class Runner:
             else:
                 inner = self._call(graphs, "draft", (key,), self.stages.draft_within, drafting, request_ids)
                 inner = inner if places is None else inner.of(places)
-        return self.stages.propose(shown, request_ids, inner)
+        drafts = self.stages.draft(shown, request_ids, inner)
+        if graphs is None or places is not None or drafts.log_probs is not None:
+            return Proposed(self.stages.take(shown, drafts), drafts.at_most)
+        kept = self.layout.keep(drafts)
+        return Proposed(self._call(graphs, "take", (key,), self.stages.take, drafting, kept), drafts.at_most)
 
     @staticmethod
     def _call(

@@ -5,7 +5,6 @@ recorded as a CUDA graph. `runner.py` says which run, and on what.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +17,6 @@ from .survival import SurvivalEstimator, expected_accepted, log_odds_of, select
 from .table import Packed, RequestTable
 from .target import Target, TargetOutput
 from .verify import Verification, verify_drafts
-
-
-class Proposed(NamedTuple):
-    """What is known of a step's new drafts."""
-
-    promised: Tensor | None  # for adaptive drafting: accepted drafts a request by width, `survival.expected_accepted`
-    at_most: Sequence[int] | None  # drafts of each request, where the host knows them
 
 
 class Stages:
@@ -119,11 +111,21 @@ class Stages:
         step = self._draft_step(drafting, request_ids)._replace(wants_confidence=True)
         return self.observer.propose(step)
 
-    def propose(self, drafting: Tensor, request_ids: list[int], inner: Drafts | None = None) -> Proposed:
-        """Lets the proposer draft for table rows `drafting` [batch]."""
-        table, step = self.table, self._draft_step(drafting, request_ids)
-        drafts, room = self.proposer.propose(step._replace(inner=inner)), step.room
-        ids = drafts.token_ids
+    def draft(self, drafting: Tensor, request_ids: list[int], inner: Drafts | None) -> Drafts:
+        """What a proposer on the host drafts for table rows `drafting` [batch]."""
+        return self.proposer.propose(self._draft_step(drafting, request_ids)._replace(inner=inner))
+
+    def propose(self, drafting: Tensor, request_ids: list[int]) -> Tensor | None:
+        """Lets a proposer on the device draft for table rows `drafting` [batch], and takes its drafts."""
+        step = self._draft_step(drafting, request_ids)
+        return self._take(drafting, self.proposer.propose(step), step.room)
+
+    def take(self, drafting: Tensor, drafts: Drafts) -> Tensor | None:
+        """Takes drafts for table rows `drafting` [batch]; `Proposed.promised`."""
+        return self._take(drafting, drafts, self.table.room(drafting, self.spare_slots))
+
+    def _take(self, drafting: Tensor, drafts: Drafts, room: Tensor) -> Tensor | None:
+        table, ids = self.table, drafts.token_ids
         # a placeholder or an id the target does not know ends the draft: the target must never embed it
         valid = ((ids >= 0) & (ids < self.target.vocab_size)).long().cumprod(dim=1)
         table.set_drafts(drafting, ids * valid, torch.minimum(torch.minimum(drafts.lengths, room), valid.sum(dim=1)))
@@ -132,12 +134,11 @@ class Stages:
             if self._law_columns is None and drafts.token_map is not None:
                 self._law_columns = law_columns(drafts.token_map, self.target.vocab_size)
         if self.estimator is None:
-            return Proposed(None, drafts.at_most)
+            return None
         table.set_log_odds(drafting, None if drafts.confidence is None else log_odds_of(drafts.confidence))
         survival = self.estimator.survival(table.draft_log_odds[drafting], table.num_drafts[drafting])
         # requests about to end draft less for no fault of the drafts; nobody has no room either
-        promised = expected_accepted(survival, room >= self.num_draft_tokens, self._widths)
-        return Proposed(promised, drafts.at_most)
+        return expected_accepted(survival, room >= self.num_draft_tokens, self._widths)
 
     def results(self, verified: RejectionOutputs, rows: Tensor, num_drafted: Tensor) -> Tensor:
         """What the host reads [batch, k + 5] int64: tokens, how many, failed, drafts verified, drafts waiting."""

@@ -97,7 +97,7 @@ def test_drafts_are_those_of_transformers_whatever_batch_or_preemptions(name: st
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     texts: list[list[int]] = []
     found: list[dict[tuple[int, int], list[int]]] = []
-    for changes in ({}, {"max_batch_size": 1}, {"num_blocks": 25}):
+    for changes in ({}, {"max_batch_size": 1}, {"num_blocks": 25}, {"launch_ahead": True}):
         config = dataclasses.replace(CONFIG, **changes)
         made = proposer(target, loaded(draft, tmp_path), between, config)
         drafts = keep_drafts(made)

@@ -86,6 +86,7 @@ def run(target: Target, name: str, *, k: int = K, rounds: int = 2, **changes) ->
 CASES = [
     *((name, changes) for name in METHODS for changes in ({"num_blocks": 26}, {"k": 1, "max_batch_tokens": 9})),
     *((name, {"draft_policy": "adaptive"}) for name in ("ngram_gpu", "suffix", "suffix+eagle3")),
+    *((name, {"draft_policy": "adaptive", "launch_ahead": True}) for name in ("suffix", "suffix+eagle3")),
     *((name, {"max_batch_size": 1}) for name in ("ngram", "suffix+eagle3, two of the head")),
 ]
 
@@ -178,8 +179,9 @@ def test_only_what_is_on_the_device_is_recorded(target, plain, name) -> None:
     captured, replays.keys = replays.keys, set()
     assert [o.token_ids for o in engine.generate(prompts(), GREEDY)] == plain
     of_head = {"observe", "draft"} if name == "suffix+eagle3" else set()
-    assert {key[0] for key in replays.keys} == {"target", "verify"} | of_head and replays.keys <= captured
+    assert {key[0] for key in replays.keys} == {"target", "verify", "take"} | of_head and replays.keys <= captured
     assert {key[1] for key in replays.keys if key[0] == "target"} >= {"mixed", 8}
+    assert ("take", "mixed") not in captured, "recorded, though prompts stand between those who draft"
     widths = {key[2] // key[1] for key in replays.keys if key[0] == "target" and key[1] == 8}
     assert widths <= set(engine.runner.widths) == {1, 2, 3, 4, 5}
     if name == "ngram":
