@@ -75,9 +75,10 @@ class HybridProposer(Proposer):
     def propose(self, step: DraftStep) -> Drafts:
         drafts = step.inner
         assert drafts is not None
+        packed = _packed(drafts)  # ahead of what the trees wait for, so that they wait for both
         host, found = self.suffix.speculate(step)
         width = max(self.suffix.num_draft_tokens, drafts.token_ids.shape[1])
-        suffix, head = self._of_suffix(found, drafts, width), _of_head(drafts, host.room, width)
+        suffix, head = self._of_suffix(found, drafts, width), _of_head(drafts, packed, host.room, width)
         chosen = self._choose(host, [draft.is_new for draft in found], suffix, head)
         ids = np.where(chosen[:, None], suffix.token_ids, head.token_ids)
         made = upload(ids, np.where(chosen, suffix.lengths, head.lengths), step)
@@ -134,14 +135,17 @@ class HybridProposer(Proposer):
         return laws.scatter(2, columns[..., None], certain[..., None])
 
 
-def _of_head(drafts: Drafts, room: np.ndarray, width: int) -> _Source:
-    """The head's drafts on the host, for the first requests, as many as `room` [n] has: one copy."""
+def _packed(drafts: Drafts) -> Tensor:
+    """Lengths, token ids and confidence of a head's drafts side by side [batch, 1 + 2k] float64."""
     confidence = drafts.confidence
     if confidence is None:
         confidence = torch.full(drafts.token_ids.shape, UNKNOWN_CONFIDENCE, device=drafts.token_ids.device)
-    columns = (drafts.lengths[:, None], drafts.token_ids, confidence)
-    told = torch.cat([column.double() for column in columns], dim=1)[: len(room)].cpu().numpy()
-    count = drafts.token_ids.shape[1]
+    return torch.cat([column.double() for column in (drafts.lengths[:, None], drafts.token_ids, confidence)], dim=1)
+
+
+def _of_head(drafts: Drafts, packed: Tensor, room: np.ndarray, width: int) -> _Source:
+    """The head's drafts on the host, for the first requests, as many as `room` [n] has."""
+    told, count = packed[: len(room)].cpu().numpy(), drafts.token_ids.shape[1]
     lengths = np.minimum(told[:, 0].astype(np.int64), room)
     ids = _widened(told[:, 1 : 1 + count].astype(np.int64), width, -1)
     of_each = told[:, 1 + count :]
