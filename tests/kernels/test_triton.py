@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-CASES = ["triton_cases.py", "triton_attention_cases.py", "layer_cases.py", "survival_cases.py", "gated_steps_cases.py"]
-
 
 def run_cases(cases: str, environment: dict[str, str]) -> None:
     command = [
@@ -29,14 +27,36 @@ def run_cases(cases: str, environment: dict[str, str]) -> None:
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
 
 
-@pytest.mark.parametrize("cases", CASES)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels are tested instead")
-def test_kernels_equal_their_twins_in_the_interpreter(cases: str) -> None:
-    pytest.importorskip("triton")
-    run_cases(cases, {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
+class Kernels:
+    """Each file of cases is a class, so that they can run side by side: together they take minutes."""
+
+    cases: str
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels are tested instead")
+    def test_equal_their_twins_in_the_interpreter(self) -> None:
+        pytest.importorskip("triton")
+        run_cases(self.cases, {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
+
+    @pytest.mark.gpu
+    def test_equal_their_twins_compiled(self) -> None:
+        run_cases(self.cases, {"TRITON_INTERPRET": "0"})
 
 
-@pytest.mark.parametrize("cases", CASES)
-@pytest.mark.gpu
-def test_kernels_equal_their_twins_compiled(cases: str) -> None:
-    run_cases(cases, {"TRITON_INTERPRET": "0"})
+class TestVerification(Kernels):
+    cases = "triton_cases.py"
+
+
+class TestAttention(Kernels):
+    cases = "triton_attention_cases.py"
+
+
+class TestLayers(Kernels):
+    cases = "layer_cases.py"
+
+
+class TestSurvival(Kernels):
+    cases = "survival_cases.py"
+
+
+class TestGatedSteps(Kernels):
+    cases = "gated_steps_cases.py"
