@@ -11,7 +11,7 @@ from ..heads.folder import LoadedHead
 from ..heads.gemma4_assistant import load_assistant
 from ..heads.model_folder import ModelFolder, check_same_tokens, first_difference, shared_vocabulary
 from ..heads.pard import Pard, PardConfig
-from ..infer.engine import EngineConfig
+from ..infer.config import EngineConfig
 from ..infer.proposers.base import ProposerError
 from ..infer.proposers.draft_model_text import TextDraftModelProposer
 from ..infer.proposers.drafting import DraftSampling

@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 import torch
 
+from ..infer.config import EngineConfig
 from ..infer.draft_policy import DraftPolicyName
-from ..infer.engine import Engine, EngineConfig
+from ..infer.engine import Engine
 from ..infer.proposers.base import Proposer
 from ..infer.target import Target
 from ..kernels.records import VerifyMode

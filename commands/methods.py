@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..heads.folder import LoadedHead
-    from ..infer.engine import EngineConfig
+    from ..infer.config import EngineConfig
     from ..infer.evaluate import Measured
     from ..infer.proposers.base import Proposer
     from ..infer.proposers.ngram_rule import NgramRule

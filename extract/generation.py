@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..infer.engine import Engine, EngineConfig
+from ..infer.config import EngineConfig
+from ..infer.engine import Engine
 from ..infer.prompts import Prompt, template_hash, tokenizer_hash
 from ..infer.proposers.none import NoneProposer
 from ..infer.request import RequestOutput

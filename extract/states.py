@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..heads.target_tensors import TargetTensors
-from ..infer.engine import Engine, EngineConfig
+from ..infer.config import EngineConfig
+from ..infer.engine import Engine
 from ..infer.parity import packed_batch
 from ..infer.proposers.extract_hidden_states import ExtractHiddenStatesProposer
 from ..infer.sampling import SamplingParams

@@ -14,7 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from spectrain.heads.folder import load_head
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target

@@ -14,7 +14,8 @@ from spectrain.heads.base import DraftHead
 from spectrain.heads.eagle3 import Eagle3Head
 from spectrain.heads.mtp import MtpHead
 from spectrain.heads.pard import Pard
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.proposers.base import Drafts, DraftStep, Proposer
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams

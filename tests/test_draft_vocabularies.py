@@ -14,7 +14,8 @@ from spectrain.commands.draft_models import load_model
 from spectrain.heads.draft_model import DraftModel
 from spectrain.heads.folder import LoadedHead
 from spectrain.heads.model_folder import shared_vocabulary
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target

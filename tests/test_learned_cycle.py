@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from spectrain.heads.folder import load_head
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.statistics import EngineStatistics
 from spectrain.infer.target import Target

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import pytest
 from transformers import PreTrainedModel
 
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.proposers.base import Drafts, DraftStep, Proposer
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams

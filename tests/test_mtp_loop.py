@@ -16,7 +16,8 @@ from spectrain import cli
 from spectrain.commands.eval import Options, run
 from spectrain.commands.fit import fit
 from spectrain.heads.folder import load_head
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.report import MethodResult
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target

@@ -12,7 +12,8 @@ import torch
 
 from spectrain.heads.base import DraftHead
 from spectrain.heads.folder import load_head
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.proposers import lattice
 from spectrain.infer.sampling import SamplingParams
 from spectrain.tests.fresh import head_recipes, proposer_of

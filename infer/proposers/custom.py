@@ -20,7 +20,7 @@ from .base import Drafts, DraftStep, ObservedRows, Proposer, ProposerError, Rele
 from .host import HostContexts, HostStep, upload_ids
 
 if TYPE_CHECKING:
-    from ..engine import EngineConfig
+    from ..config import EngineConfig
 
 STATES = "hidden_states"
 

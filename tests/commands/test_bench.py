@@ -14,7 +14,8 @@ from spectrain.commands.benchmarks.record import BenchError, Check, Record, numb
 from spectrain.commands.benchmarks.static_cache import StaticCache
 from spectrain.commands.benchmarks.timing import Timing, time_calls
 from spectrain.commands.benchmarks.verify import accepted_as_asked
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.statistics import EngineStatistics

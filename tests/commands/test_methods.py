@@ -10,7 +10,7 @@ import torch
 
 from spectrain.commands.eval import Options
 from spectrain.commands.methods import DraftTokens, draft_tokens, load_heads, proposer_maker
-from spectrain.infer.engine import EngineConfig
+from spectrain.infer.config import EngineConfig
 from spectrain.infer.proposers.hybrid import HybridProposer
 from spectrain.infer.target import Target
 from spectrain.tests.commands.evaluations import one_line, run

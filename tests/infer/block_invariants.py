@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.planes import BlockPool, Planes
 from spectrain.infer.proposers.base import Proposer
 from spectrain.infer.request import Request, RequestOutput

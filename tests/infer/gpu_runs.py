@@ -4,7 +4,8 @@ import dataclasses
 
 import torch
 
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.proposers.base import Proposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from spectrain.heads.decoder import DecoderHead
 from spectrain.heads.draft_model import DraftModel
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.proposers.base import Drafts, DraftStep, Proposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target

@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 import torch
 
+from spectrain.infer.config import EngineConfig
 from spectrain.infer.costs import StepCosts
 from spectrain.infer.draft_policy import DraftPolicy, draft_widths
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.survival import SurvivalEstimator

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.proposers.base import ProposerError
 from spectrain.infer.proposers.custom import CustomProposer
 from spectrain.infer.proposers.none import NoneProposer

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from spectrain.heads.dflash import DFlashConfig, DFlashHead
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.planes import Planes
 from spectrain.infer.proposers.base import Drafts, DraftStep
 from spectrain.infer.proposers.dflash import DFlashProposer

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from spectrain.heads.pard import Pard
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.proposers.base import Proposer
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.proposers.pard import PardProposer

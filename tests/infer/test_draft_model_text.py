@@ -12,7 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from spectrain.heads.draft_model import DraftModel, DraftModelConfig
 from spectrain.heads.model_folder import ModelFolder
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.proposers.draft_model_text import TextDraftModelProposer
 from spectrain.infer.proposers.hybrid import HybridProposer
 from spectrain.infer.proposers.none import NoneProposer

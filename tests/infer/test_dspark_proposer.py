@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from spectrain.heads.dspark import DSparkConfig, DSparkHead
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.proposers.dspark import DSparkProposer
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams

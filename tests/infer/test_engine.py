@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from spectrain.infer import flight
-from spectrain.infer.engine import Engine, EngineConfig, EngineError
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine, EngineError
 from spectrain.infer.proposers.extract_hidden_states import ExtractHiddenStatesProposer
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.request import FinishReason

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from spectrain.infer.engine import Engine, EngineConfig, EngineError
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine, EngineError
 from spectrain.infer.losslessness import Generation, check_sampled
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.request import FinishReason, RequestOutput

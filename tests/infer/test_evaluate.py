@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from spectrain.infer import stages
-from spectrain.infer.engine import Engine, EngineConfig, EngineError
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine, EngineError
 from spectrain.infer.evaluate import (
     Costs,
     Evaluation,

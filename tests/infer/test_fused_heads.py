@@ -9,7 +9,8 @@ from spectrain.heads.base import DraftHead, DraftRows
 from spectrain.heads.decoder import LayerParts
 from spectrain.heads.layers import Linear, RMSNorm, SwiGLU
 from spectrain.infer import fused_heads
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.fused_heads import FusedMix, fuse_head
 from spectrain.infer.proposers.base import Drafts, DraftStep
 from spectrain.infer.sampling import SamplingParams

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from spectrain.heads.base import DraftRows, HeadError
 from spectrain.heads.gemma4_assistant import Gemma4Assistant, load_assistant
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.proposers.base import ProposerError
 from spectrain.infer.proposers.gemma4_assistant import Gemma4AssistantProposer
 from spectrain.infer.proposers.none import NoneProposer

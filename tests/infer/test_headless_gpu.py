@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.planes import Planes
 from spectrain.infer.proposers.base import Proposer
 from spectrain.infer.proposers.hybrid import HybridProposer

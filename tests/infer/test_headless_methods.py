@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.proposers.custom import CustomProposer
 from spectrain.infer.proposers.hybrid import HybridProposer
 from spectrain.infer.proposers.ngram import NgramProposer

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from spectrain.infer import stages
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.graphs import RecordingError
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.request import FinishReason

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.layout import bucket
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams

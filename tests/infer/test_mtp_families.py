@@ -23,7 +23,8 @@ from spectrain.heads.model_folder import Checkpoint
 from spectrain.heads.mtp import MtpConfig, MtpHead
 from spectrain.heads.mtp_layouts import FRESH
 from spectrain.infer import fused_heads
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from spectrain.infer.batch import PackedBatch
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.proposers.mtp import moved_back
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target

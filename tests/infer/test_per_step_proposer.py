@@ -7,7 +7,8 @@ import torch
 
 from spectrain.heads.base import DraftHead, HeadError
 from spectrain.heads.per_step import PerStepHead
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.proposers.base import Proposer
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.proposers.base import DraftStep
 from spectrain.infer.proposers.eagle3 import Eagle3Proposer
 from spectrain.infer.proposers.extract_hidden_states import ExtractHiddenStatesProposer

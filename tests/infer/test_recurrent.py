@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from spectrain.infer import recurrent
 from spectrain.infer.batch import PackedBatch
-from spectrain.infer.engine import Engine, EngineConfig, EngineError
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine, EngineError
 from spectrain.infer.parity import packed_batch
 from spectrain.infer.planes import Planes
 from spectrain.infer.proposers.base import Proposer

@@ -18,7 +18,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from spectrain.infer.engine import Engine, EngineConfig
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine
 from spectrain.infer.losslessness import Generation, Losslessness, check_sampled
 from spectrain.infer.proposers.base import Drafts, DraftStep, Proposer
 from spectrain.infer.proposers.none import NoneProposer

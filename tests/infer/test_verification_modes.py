@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from spectrain.infer.engine import Engine, EngineConfig, EngineError
+from spectrain.infer.config import EngineConfig
+from spectrain.infer.engine import Engine, EngineError
 from spectrain.infer.evaluate import Evaluation, evaluate
 from spectrain.infer.proposers.base import DraftStep, Proposer
 from spectrain.infer.proposers.none import NoneProposer
