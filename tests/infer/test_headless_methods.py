@@ -157,14 +157,17 @@ def test_a_host_that_reads_a_step_while_the_next_one_runs_says_the_same(target, 
 def watch(engine: Engine) -> list[int]:
     """Rows of the steps that are launched ahead from now on."""
     rows: list[int] = []
-    ahead, forward = engine.runner.launch_ahead, engine.runner.stages.forward
+    ahead, run_target = engine.runner.launch_ahead, engine.runner._run_target
 
     def launch_ahead(requests, before):
-        engine.runner.stages.forward = lambda slots, num_rows: (rows.append(num_rows), forward(slots, num_rows))[1]
+        engine.runner._run_target = lambda slots, num_rows, *rest: (
+            rows.append(num_rows),
+            run_target(slots, num_rows, *rest),
+        )[1]
         try:
             return ahead(requests, before)
         finally:
-            engine.runner.stages.forward = forward
+            engine.runner._run_target = run_target
 
     engine.runner.launch_ahead = launch_ahead
     return rows

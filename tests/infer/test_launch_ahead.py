@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from spectrain.infer import stages
 from spectrain.infer.config import EngineConfig
@@ -82,14 +83,28 @@ def test_a_request_cancelled_in_flight_leaves_the_others_alone(target):
 
 
 class Replays:
-    """Stands where CUDA graphs stand: every call runs, on the padded buffers that a recording would have."""
+    """Stands where CUDA graphs stand: a call sees what it was first given, and its results stay where they were."""
 
     def __init__(self) -> None:
         self.keys: set[tuple] = set()
+        self._recorded: dict[tuple, tuple] = {}
 
     def run(self, key, function, *arguments):
         self.keys.add(key)
-        return function(*arguments)
+        function, arguments, results = self._recorded.setdefault(key, (function, arguments, None))
+        new = function(*arguments)
+        pairs = list(zip(tensors(results), tensors(new), strict=False))
+        # a head on a CPU drafts no more than there is room for, so that shapes may differ as they never do on a GPU
+        if not pairs or any(kept.shape != made.shape for kept, made in pairs):
+            self._recorded[key] = function, arguments, new
+            return new
+        for kept, made in pairs:
+            kept.copy_(made)
+        return results
+
+
+def tensors(results: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
