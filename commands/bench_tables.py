@@ -140,7 +140,7 @@ def methods(
     reports stand in a folder beside the record, one a batch size. Also written: the tables as Markdown.
     """
     settings = dict(locals())
-    check_out(out, overwrite, limit=limit, max_new_tokens=max_new_tokens)
+    check_out(out, overwrite, beside=[out.with_suffix(".md")], limit=limit, max_new_tokens=max_new_tokens)
     from .benchmarks import methods as benchmark
     from .benchmarks.record import Record, finish, numbers
     from .devices import device_of

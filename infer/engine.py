@@ -198,17 +198,17 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Computes one batch; returns the requests that finished in it.
 
-        Where steps are launched ahead, the next one is already running when this returns.
+        Where steps are launched ahead, the next one is already running when this returns. What a proposer raises
+        leaves the engine as it was: the requests go on at the next call.
         """
+        flight = self._flight = self._flight or self._launch()
+        if flight is not None:
+            self.runner.draft(flight)
         ended, self._ended = self._ended, []
-        flight = self._flight or self._launch()
         if flight is None:
             return ended
         self._flight = self._launch_ahead(flight)
-        ended += self._land(flight)
-        if self._flight is not None:
-            self.runner.draft(self._flight)
-        return ended
+        return ended + self._land(flight)
 
     def generate(
         self,
@@ -240,7 +240,8 @@ class Engine:
             self.scheduler.requeue(request)
             self.statistics.num_preemptions += 1
         if not scheduled:
-            assert preempted or not self.has_unfinished(), "requests wait and nothing can run: blocks were lost"
+            left = self.scheduler.waiting or self.scheduler.running
+            assert preempted or not left, "requests wait and nothing can run: blocks were lost"
             return None
         for rows in scheduled:
             request = rows.request

@@ -76,7 +76,8 @@ class Flight:
         self.choice: Choice | None = None  # of a decoding step that was chosen adaptively
         self.padded = len(requests)
         self.undrafted: Undrafted | None = None
-        self.at_most: dict[int, int] | None = None  # drafts that wait, by request id, where the host knows them
+        # drafts that wait, by request id, where the host knows them; what the target does not know is cut from them
+        self.at_most: dict[int, int] | None = None
         self._promise: Promise | None = None
         self._accepted: Tensor | None = None
         self._results: list[Tensor] = []

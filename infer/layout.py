@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .proposers.base import Drafts
 from .request import Request
 from .scheduler import ScheduledRequest
 from .table import RequestTable
@@ -55,7 +54,6 @@ class Layout:
     def __init__(self, table: RequestTable) -> None:
         self.table = table
         self._buffers: dict[int, Tensor] = {}  # of decoding steps, by padded batch
-        self._drafts: dict[int, Drafts] = {}
         self._mixed_batch, self.mixed_sizes = 0, ()  # steps with prompt rows that are padded
         self._mixed_buffer = torch.empty(5, 0, dtype=torch.int64, device=table.device)
 
@@ -137,20 +135,6 @@ class Layout:
             longest=None,
             max_seq_len=self.table.max_length,
         )
-
-    def keep(self, drafts: Drafts) -> Drafts:
-        """Drafts that carry no laws, in buffers that never move."""
-        batch = len(drafts.lengths)
-        if batch not in self._drafts:
-            confidence = None if drafts.confidence is None else drafts.confidence.clone()
-            kept = Drafts(drafts.token_ids.clone(), drafts.lengths.clone(), None, drafts.token_map, confidence)
-            self._drafts[batch] = kept
-        kept = self._drafts[batch]
-        kept.token_ids.copy_(drafts.token_ids)
-        kept.lengths.copy_(drafts.lengths)
-        if kept.confidence is not None and drafts.confidence is not None:
-            kept.confidence.copy_(drafts.confidence)
-        return kept
 
     def upload(self, values: "Sequence[int] | np.ndarray") -> Tensor:
         """Whole numbers as int64 on the device."""

@@ -16,7 +16,7 @@ from .draft_policy import DraftPolicy, draft_widths
 from .flight import Clock, Flight, Undrafted
 from .graphs import GraphCache
 from .layout import Layout, MixedPlan, Slots, bucket
-from .proposers.base import Proposer
+from .proposers.base import Drafts, Proposer
 from .request import Request
 from .sampling import NEUTRAL, Features, SamplingTable, features_of
 from .scheduler import ScheduledRequest
@@ -61,6 +61,7 @@ class Runner:
         estimator = SurvivalEstimator(self.num_draft_tokens, table.device) if self.adaptive else None
         self.stages = Stages(target, proposer, table, settings, verification, estimator, self.widths)
         self.policy: DraftPolicy | None = None
+        self._kept: dict[int, Drafts] = {}  # of the host, where recorded calls read them, by padded batch
 
     def launch(self, scheduled: Sequence[ScheduledRequest]) -> Flight:
         """Starts a step whose rows the host knows."""
@@ -76,47 +77,54 @@ class Runner:
             self._decode(flight, starts, counts, counts, drafts_wait)
         else:
             self._mixed(flight, scheduled, drafts_wait)
-        self.draft(flight)
+        self._draft_at_once(flight)
         return flight
 
     def launch_ahead(self, requests: list[Request], before: Flight) -> Flight:
-        """Starts a step of decoding requests of which an earlier one is still in flight.
-
-        What drafts on the host waits for the step, and meanwhile the host may read the one before: call `draft` then.
-        """
+        """Starts a step of decoding requests of which an earlier one is still in flight."""
         flight = Flight(requests, [True] * len(requests), [], Clock(self.table.device))
         self.table.write_blocks(requests)
         most = None
         if before.at_most is not None:
             most = [1 + before.at_most.get(request.request_id, 0) for request in requests]
         self._decode(flight, None, None, most, before.drafts)
-        if not self.requirements.on_host:
-            self.draft(flight)
+        self._draft_at_once(flight)
         return flight
 
     def draft(self, flight: Flight) -> None:
-        """Has the requests of a verified step draft, but for those that ended since, and its results copied."""
+        """Has the requests of a launched step draft, unless they did or ended since, and its results copied.
+
+        A host that drafts waits for the step here; until then it may read the one before. Whatever a proposer raises,
+        the step is whole and can be landed.
+        """
         step, flight.undrafted = flight.undrafted, None
         if step is None:
             return
+        try:
+            self._draft(flight, step)
+        finally:
+            flight.clock.mark("drafted")
+            results = [self.stages.results(step.verified, step.drafting, step.num_drafted), *step.logprobs]
+            places = slice(len(flight.samplers)) if step.places is None else self.layout.upload(step.places)
+            flight.keep([tensor[places] for tensor in results])
+
+    def _draft_at_once(self, flight: Flight) -> None:
+        if not self.requirements.on_host:
+            self.draft(flight)
+
+    def _draft(self, flight: Flight, step: Undrafted) -> None:
         requests = flight.samplers
         alive = [i for i, request in enumerate(requests) if not request.finish_reason]
-        if flight.drafts and alive and self.num_draft_tokens:
-            ids = [requests[i].request_id for i in alive]
-            places = step.places or range(len(requests))
-            asked = None if step.places is None and len(alive) == len(requests) else [places[i] for i in alive]
-            proposed = self._propose(step.graphs, step.key, step.drafting, ids, asked)
-            if proposed.at_most is not None:
-                flight.at_most = dict(zip(ids, proposed.at_most, strict=True))
-            if self.policy is not None and proposed.promised is not None:
-                flight.keep_promise(self.policy.promise(ids), proposed.promised)
-        flight.clock.mark("drafted")
-        results = [self.stages.results(step.verified, step.drafting, step.num_drafted), *step.logprobs]
-        if step.places is None:
-            flight.keep([tensor[: len(requests)] for tensor in results])
-        else:
-            index = self.layout.upload(step.places)
-            flight.keep([tensor[index] for tensor in results])
+        if not (flight.drafts and alive and self.num_draft_tokens):
+            return
+        ids = [requests[i].request_id for i in alive]
+        places = step.places or range(len(requests))
+        asked = None if step.places is None and len(alive) == len(requests) else [places[i] for i in alive]
+        proposed = self._propose(step.graphs, step.key, step.drafting, ids, asked)
+        if proposed.at_most is not None:
+            flight.at_most = dict(zip(ids, proposed.at_most, strict=True))
+        if self.policy is not None and proposed.promised is not None:
+            flight.keep_promise(self.policy.promise(ids), proposed.promised)
 
     def forget(self, request_id: int, finished: bool) -> None:
         """A request left, for good or to come back from its start."""
@@ -190,7 +198,7 @@ class Runner:
             if self.num_draft_tokens and not self.requirements.on_host:
                 self._propose(self.graphs, batch, slots.rows, [])
             elif self.num_draft_tokens and not self.stages.observer.requirements.on_host:
-                self._call(self.graphs, "draft", (batch,), self.stages.draft_within, slots.rows, [])
+                self._propose_within(self.graphs, batch, slots.rows, None, [])
 
         return Rehearsal(verify, rest, draft)
 
@@ -271,18 +279,26 @@ class Runner:
         if not self.requirements.on_host:
             return Proposed(self._call(graphs, "propose", (key,), self.stages.propose, drafting, request_ids))
         places = None if asked is None else self.layout.upload(asked)
-        shown, inner = drafting if places is None else drafting[places], None
-        if self.stages.observer is not self.stages.proposer:
-            if self.stages.observer.requirements.on_host:
-                inner = self.stages.draft_within(shown, request_ids)
-            else:
-                inner = self._call(graphs, "draft", (key,), self.stages.draft_within, drafting, request_ids)
-                inner = inner if places is None else inner.of(places)
-        drafts = self.stages.draft(shown, request_ids, inner)
+        shown = drafting if places is None else drafting[places]
+        inner = self._propose_within(graphs, key, drafting, places, request_ids)
+        drafts = self.stages.host_drafts(shown, request_ids, inner)
         if graphs is None or places is not None or drafts.log_probs is not None:
             return Proposed(self.stages.take(shown, drafts), drafts.at_most)
-        kept = self.layout.keep(drafts)
+        kept = self._kept.setdefault(len(drafting), drafts)  # the first ones' own buffers
+        kept.copy_(drafts)
         return Proposed(self._call(graphs, "take", (key,), self.stages.take, drafting, kept), drafts.at_most)
+
+    def _propose_within(
+        self, graphs: GraphCache | None, key: int | str, drafting: Tensor, places: Tensor | None, request_ids: list[int]
+    ) -> Drafts | None:
+        """What the proposer within one on the host drafts, if there is one, for the requests at `places`."""
+        observer = self.stages.observer
+        if observer is self.stages.proposer:
+            return None
+        if observer.requirements.on_host:
+            return self.stages.inner_drafts(drafting if places is None else drafting[places], request_ids)
+        drafts = self._call(graphs, "draft", (key,), self.stages.inner_drafts, drafting, request_ids)
+        return drafts if places is None else drafts.of(places)
 
     @staticmethod
     def _call(

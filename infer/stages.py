@@ -106,12 +106,12 @@ class Stages:
             )
         )
 
-    def draft_within(self, drafting: Tensor, request_ids: list[int]) -> Drafts:
+    def inner_drafts(self, drafting: Tensor, request_ids: list[int]) -> Drafts:
         """What the proposer within another drafts for table rows `drafting` [batch]."""
         step = self._draft_step(drafting, request_ids)._replace(wants_confidence=True)
         return self.observer.propose(step)
 
-    def draft(self, drafting: Tensor, request_ids: list[int], inner: Drafts | None) -> Drafts:
+    def host_drafts(self, drafting: Tensor, request_ids: list[int], inner: Drafts | None) -> Drafts:
         """What a proposer on the host drafts for table rows `drafting` [batch]."""
         return self.proposer.propose(self._draft_step(drafting, request_ids)._replace(inner=inner))
 

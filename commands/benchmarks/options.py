@@ -1,6 +1,7 @@
 """Options and checks that several benchmarks share."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,15 +27,21 @@ class OutputError(ValueError):
     """The output file may not be written, or a number is too small."""
 
 
-def check_out(out: Path, overwrite: bool, **at_least_one: int) -> None:
-    """Raises OutputError for a count below one or a record that is there already."""
+def check_out(out: Path, overwrite: bool, *, beside: Sequence[Path] = (), **at_least_one: int) -> None:
+    """Raises OutputError for a count below one, or a record that cannot be written or is there already.
+
+    `beside` are further files that the benchmark writes.
+    """
     check_counts(at_least_one)
     if found := obstacle(out.absolute().parent):
         raise OutputError(f"--out must be in a folder that can be written, found {found}; choose another")
-    if out.is_dir():
-        raise OutputError(f"--out must be a file, found a folder at {out}; choose another name")
-    if out.exists() and not overwrite:
-        raise OutputError(f"{out} is there already; pass --overwrite or another --out")
+    if out.suffix != ".json":
+        raise OutputError(f"--out must be a file whose name ends in .json, found {out}; choose another name")
+    for path in (out, *beside):
+        if os.path.lexists(path) and not path.is_file():
+            raise OutputError(f"--out must be a file, found something else at {path}; choose another name")
+        if path.exists() and not overwrite:
+            raise OutputError(f"{path} is there already; pass --overwrite or another --out")
 
 
 def check_counts(at_least_one: Mapping[str, int]) -> None:

@@ -82,11 +82,20 @@ class Drafts(NamedTuple):
     # token there is drawn; it may depend on earlier tokens, never on its own. None = not told
     at_most: Sequence[int] | None = None  # `lengths` of the requests that are no padding, where the host knows them
 
+    def copy_(self, other: "Drafts") -> None:
+        """Takes over the values of drafts of the same shapes, in place."""
+        for kept, new in zip(self._of_requests(), other._of_requests(), strict=True):
+            if kept is not None and new is not None:
+                kept.copy_(new)
+
     def of(self, places: Tensor) -> "Drafts":
         """The drafts of the requests at `places` [n] int64."""
-        log_probs = None if self.log_probs is None else self.log_probs[places]
-        confidence = None if self.confidence is None else self.confidence[places]
-        return Drafts(self.token_ids[places], self.lengths[places], log_probs, self.token_map, confidence)
+        ids, lengths, log_probs, confidence = (None if t is None else t[places] for t in self._of_requests())
+        assert ids is not None and lengths is not None
+        return Drafts(ids, lengths, log_probs, self.token_map, confidence)
+
+    def _of_requests(self) -> tuple[Tensor | None, ...]:
+        return self.token_ids, self.lengths, self.log_probs, self.confidence
 
 
 class Released(NamedTuple):

@@ -42,7 +42,7 @@ def load_responses(path: Path, tokenizer: str, vocab_size: int) -> list[np.ndarr
                 raise ProposerError(f"{path} must be responses saved by spectrain, found {facts.get('format')!r}")
             tokens, bounds = file.get_tensor("tokens"), file.get_tensor("cu_seqlens")
     except (SafetensorError, OSError) as error:
-        raise ProposerError(f"{path} must be responses saved by spectrain, found {error}; delete it") from error
+        raise ProposerError(f"{path} must be responses saved by spectrain, found {error}; give another file") from error
     if facts.get("tokenizer") != tokenizer:
         raise ProposerError(
             f"{path} holds responses of another tokenizer ({facts.get('tokenizer', '')[:12]}) than this target's "
@@ -50,5 +50,5 @@ def load_responses(path: Path, tokenizer: str, vocab_size: int) -> list[np.ndarr
         )
     whole = bounds.ndim == tokens.ndim == 1 and len(bounds) and bounds[0] == 0 and bounds[-1] == len(tokens)
     if not whole or (np.diff(bounds) < 0).any() or ((tokens < 0) | (tokens >= vocab_size)).any():
-        raise ProposerError(f"{path} is damaged: its sequences do not fit its {tokens.size} tokens; delete it")
+        raise ProposerError(f"{path} is damaged: its sequences do not fit its {tokens.size} tokens; give another file")
     return [np.ascontiguousarray(tokens[a:b], dtype=np.int32) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]

@@ -253,9 +253,21 @@ def test_an_earlier_record_is_not_replaced_unasked(tmp_path, capsys) -> None:
     assert code == 2 and "--overwrite" in error and out.read_text() == "{}"
 
 
-@pytest.mark.parametrize("out, said", [("a.json/b.json", "in a folder that can be written"), ("", "a file")])
+@pytest.mark.parametrize(
+    "out, said",
+    [
+        ("a.json/b.json", "in a folder that can be written"),
+        ("nowhere/b.json", "in a folder that can be written"),
+        ("b", "a file whose name ends in .json"),
+        ("folder.json", "a file"),
+        ("link.json", "a file"),
+    ],
+)
 def test_a_record_that_cannot_be_written_is_refused_before_the_run(out, said, tmp_path, capsys) -> None:
     (tmp_path / "a.json").write_text("{}")
+    (tmp_path / "folder.json").mkdir()
+    for name in ("nowhere", "link.json"):
+        (tmp_path / name).symlink_to(tmp_path / "not" / "there")
     code, _, error = run(capsys, "attention", "--loads", "1x20x1", "--heads", "4,2,16", "--out", tmp_path / out)
     assert code == 2 and f"--out must be {said}, found" in error and error.count("\n") == 1
 

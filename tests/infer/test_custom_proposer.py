@@ -51,6 +51,32 @@ class Base:
         self.config = config
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_requests_go_on_behind_an_exception(target, module, ahead) -> None:
+    class Fails(Base):
+        calls = 0
+
+        def propose(self, sampled_token_ids, num_tokens_no_spec, token_ids_cpu):
+            Fails.calls += 1
+            if Fails.calls % 4 == 0:
+                raise ZeroDivisionError
+            return [
+                row[count - 2 : count].tolist() for row, count in zip(token_ids_cpu, num_tokens_no_spec, strict=True)
+            ]
+
+    params = [dataclasses.replace(GREEDY, max_tokens=3 + 5 * i) for i in range(6)]
+    plain = Engine(target, NoneProposer(), CONFIG).generate(prompts(), params)
+    config = dataclasses.replace(CONFIG, launch_ahead=ahead)
+    engine, done, failed = Engine(target, custom(target, Fails, module, config), config), {}, 0
+    ids = [engine.add_request(prompt, p) for prompt, p in zip(prompts(), params, strict=True)]
+    while engine.has_unfinished():
+        try:
+            done |= {output.request_id: output.token_ids for output in engine.step()}
+        except ProposerError:
+            failed += 1
+    assert failed > 2 and [done[i] for i in ids] == [output.token_ids for output in plain]
+
+
 def test_the_worked_example_runs_and_is_lossless(target, module) -> None:
     (source,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     exec(source, module.__dict__)
