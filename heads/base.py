@@ -152,7 +152,7 @@ class HeadConfig(ABC):
     def serving_config(self) -> dict[str, Any]:
         """The `config.json` other engines read."""
 
-    def elsewhere(self) -> "Elsewhere":
+    def elsewhere(self) -> Elsewhere:
         """What vLLM and SGLang do with the folder."""
         return Elsewhere()
 

@@ -98,10 +98,13 @@ class Layout:
         """What the host knows of a step, and nothing beside it."""
         asked = [i for i, rows in enumerate(scheduled) if rows.samples]
         samplers = [scheduled[i] for i in asked]
-        starts, counts = [rows.start for rows in scheduled], [rows.num_tokens for rows in scheduled]
-        rows = [_row_of(rows.request) for rows in scheduled]
+        columns = (
+            [_row_of(rows.request) for rows in scheduled],
+            [rows.start for rows in scheduled],
+            [rows.num_tokens for rows in scheduled],
+        )
         return MixedPlan(
-            slots=Slots(*self.upload(np.asarray([rows, starts, counts]))),
+            slots=Slots(*self.upload(np.asarray(columns))),
             asked=self.upload(asked),
             sampling=self.upload([_row_of(rows.request) for rows in samplers]),
             num_drafts=self.upload([rows.num_drafts for rows in samplers]),

@@ -100,20 +100,20 @@ class Runner:
         step, flight.undrafted = flight.undrafted, None
         if step is None:
             return
+        requests = flight.samplers
         try:
-            self._draft(flight, step)
+            self._draft(flight, step, requests)
         finally:
             flight.clock.mark("drafted")
             results = [self.stages.results(step.verified, step.drafting, step.num_drafted), *step.logprobs]
-            places = slice(len(flight.samplers)) if step.places is None else self.layout.upload(step.places)
+            places = slice(len(requests)) if step.places is None else self.layout.upload(step.places)
             flight.keep([tensor[places] for tensor in results])
 
     def _draft_at_once(self, flight: Flight) -> None:
         if not self.requirements.on_host:
             self.draft(flight)
 
-    def _draft(self, flight: Flight, step: Undrafted) -> None:
-        requests = flight.samplers
+    def _draft(self, flight: Flight, step: Undrafted, requests: Sequence[Request]) -> None:
         alive = [i for i, request in enumerate(requests) if not request.finish_reason]
         if not (flight.drafts and alive and self.num_draft_tokens):
             return

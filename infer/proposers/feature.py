@@ -44,6 +44,10 @@ class FeatureProposer(LayeredProposer):
     def _draft(self, step: DraftStep, room: Tensor, count: int) -> tuple[list[Tensor], list[Tensor]]:
         """`count` draft tokens [batch] and the laws [batch, draft_vocab] they were drawn from."""
 
+    def _empty_state(self, *shape: int) -> Tensor:
+        """A buffer of hidden states [*shape, hidden] in the head's dtype, on its device."""
+        return next(self.head.parameters()).new_zeros(*shape, self.head.config.hidden_size)
+
     def _forward(
         self, embeds: Tensor, states: Tensor, batch: PackedBatch, positions: Tensor | None = None, step: int = 0
     ) -> DraftOutput:

@@ -1,7 +1,5 @@
 """What proposers share whose head has decoder layers of its own: a plane of the paged cache for each of them."""
 
-from torch import Tensor
-
 from ...heads.decoder import DecoderHead
 from ...heads.target_tensors import TargetTensors
 from ..attention import PagedAttend
@@ -21,6 +19,7 @@ class LayeredProposer(HeadProposer):
     ) -> None:
         super().__init__(head, target, num_draft_tokens, draft_sampling)
         self.layer_planes = layer_planes(head)
+        self._plane_names = [plane.name for plane in self.layer_planes]
         self._planes: Planes | None = None
 
     def bind(self, planes: Planes, num_rows: int) -> None:
@@ -34,9 +33,4 @@ class LayeredProposer(HeadProposer):
 
     def _attend(self, batch: PackedBatch, *, window: int = 0, causal: bool = True) -> PagedAttend:
         """Attention of the head's layers over what their planes hold of the requests in `batch`."""
-        names = [plane.name for plane in self.layer_planes]
-        return PagedAttend(self.planes, names, batch, window=window, causal=causal)
-
-    def _empty_state(self, *shape: int) -> Tensor:
-        """A buffer of hidden states [*shape, hidden] in the head's dtype, on its device."""
-        return next(self.head.parameters()).new_zeros(*shape, self.head.config.hidden_size)
+        return PagedAttend(self.planes, self._plane_names, batch, window=window, causal=causal)
