@@ -217,7 +217,7 @@ def proposer_maker(
             return head
         from ..infer.proposers.hybrid import HybridProposer
 
-        return HybridProposer(_suffix(options, k, responses), head, target.vocab_size)
+        return HybridProposer(_suffix(options, k, responses), head)
 
     return make
 

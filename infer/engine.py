@@ -202,12 +202,13 @@ class Engine:
         leaves the engine as it was: the requests go on at the next call.
         """
         flight = self._flight = self._flight or self._launch()
-        if flight is not None:
-            self.runner.draft(flight)
-        ended, self._ended = self._ended, []
         if flight is None:
+            ended, self._ended = self._ended, []
             return ended
-        self._flight = self._launch_ahead(flight)
+        ahead = self._ready_ahead(flight)  # first, since a host that drafts keeps the device waiting
+        self.runner.draft(flight)
+        self._flight = self.runner.launch_ahead(ahead, flight) if ahead else None
+        ended, self._ended = self._ended, []
         return ended + self._land(flight)
 
     def generate(
@@ -253,23 +254,23 @@ class Engine:
                 self.pool.grow_within(request.block_table, self._slots(request, wanted))
         return self.runner.launch(scheduled)
 
-    def _launch_ahead(self, flight: Flight) -> Flight | None:
-        """Starts the decoding step after `flight` if the host need decide nothing in between."""
+    def _ready_ahead(self, flight: Flight) -> list[Request]:
+        """Requests of a decoding step after `flight`, their blocks written; none if the host must decide first."""
         if not self._ahead or not flight.all_sample or self.scheduler.can_admit():
-            return None
+            return []
         k = self.config.num_draft_tokens
         ahead = [r for r in flight.requests if not r.finish_reason and len(r.token_ids) + 1 < self._limit(r)]
         # the flight emits up to k + 1 tokens, this step as many, and drafts wait behind them
-        if not ahead:
-            return None
         for request in ahead:
             wanted = self._slots(request, len(request.token_ids) + 2 * (k + 1) + k)
             if not self.pool.grow(request.block_table, wanted):
-                return None
-        return self.runner.launch_ahead(ahead, flight)
+                return []
+        self.table.write_blocks(ahead)
+        return ahead
 
     def _admit(self, request: Request) -> None:
         self.table.admit(request, self._limit(request))
+        self.runner.admit(request)
         assert request.slot is not None
         self.settings.set(request.slot, request.params, sorted(request.stopper.end_ids))
 

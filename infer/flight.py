@@ -4,12 +4,13 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.records import RejectionOutputs
 from .draft_policy import Choice, Promise
 from .graphs import GraphCache
+from .proposers.base import Drafts
 from .request import Request
 
 
@@ -30,7 +31,7 @@ class Clock:
         self._marks[name] = event
 
     def wait(self, name: str) -> None:
-        event = self._marks.get(name, self._marks["drafted"])
+        event = self._marks[name]
         if isinstance(event, torch.cuda.Event):
             event.synchronize()
 
@@ -53,16 +54,18 @@ class Verified(NamedTuple):
     logprobs: list[dict[int, float]]  # of each token, the token itself first; empty where not asked for
 
 
+Places = slice | list[int]
+"""Of the requests that sample, among the padded rows of a step."""
+
+
 class Undrafted(NamedTuple):
     """A step that was verified, before it drafts."""
 
     key: int | str  # of the proposer's recorded calls
     graphs: GraphCache | None
     drafting: Tensor  # [batch] int64; table rows of the requests that sample, and of padding
-    places: Sequence[int] | None  # of those requests in it; None: the first
-    num_drafted: Tensor  # [batch] int64; drafts verified
-    verified: RejectionOutputs
-    logprobs: Sequence[Tensor]
+    places: Places
+    inner: Drafts | None = None  # of `HostProposer.inner`
 
 
 class Flight:
@@ -76,11 +79,13 @@ class Flight:
         self.choice: Choice | None = None  # of a decoding step that was chosen adaptively
         self.padded = len(requests)
         self.undrafted: Undrafted | None = None
-        # drafts that wait, by request id, where the host knows them; what the target does not know is cut from them
-        self.at_most: dict[int, int] | None = None
+        self.waiting: dict[int, int] | None = None  # drafts by request id, where the host made them
+        self._places: Places = []
+        self._results: list[Tensor] = []
+        self._brief: Tensor | None = None
+        self._waiting: Tensor | None = None
         self._promise: Promise | None = None
         self._accepted: Tensor | None = None
-        self._results: list[Tensor] = []
 
     @property
     def samplers(self) -> list[Request]:
@@ -90,40 +95,63 @@ class Flight:
     def all_sample(self) -> bool:
         return all(self.samples)
 
-    def keep(self, results: Sequence[Tensor]) -> None:
-        """Starts copying results, [samplers, k + 5] int64 first, to the host.
+    def keep(self, told: Tensor, logprobs: Sequence[Tensor], places: Places, brief: Tensor | None = None) -> None:
+        """Starts copying to the host what verification said, [batch, width + 4] int64 as in `Stages`.
 
-        Where log-probabilities were asked for, ids [samplers, k + 1, n + 1] int64 and values float32 follow.
+        logprobs: ids [batch, k + 1, n + 1] int64 and values float32, where they were asked for; brief [batch, n]: what
+        the host goes by when it drafts.
         """
-        self._results = [_to_host(tensor) for tensor in results]
+        self._places, self._brief = places, None if brief is None else _to_host(brief)
+        self._results = [_to_host(tensor) for tensor in (told, *logprobs)]
         self.clock.mark("copied")
 
+    def keep_waiting(self, waiting: Tensor) -> None:
+        """Starts copying to the host how many drafts wait [batch] int64; called before "drafted" is marked."""
+        self._waiting = _to_host(waiting)
+
     def keep_promise(self, promise: Promise, accepted: Tensor) -> None:
-        """Starts copying to the host what the step's drafts promise; called before `keep`."""
+        """Starts copying to the host what the step's drafts promise; called before "drafted" is marked."""
         self._promise, self._accepted = promise, _to_host(accepted)
+
+    def read(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """What verification said and what the host goes by, a row a request that samples; waits for the device."""
+        self.clock.wait("copied")
+        return self._at_places(self._results[0]), None if self._brief is None else self._at_places(self._brief)
 
     def land(self) -> list[Verified | None]:
         """The step's results, None for requests that did not sample; waits until the device has them."""
-        self.clock.wait("copied")
+        self.clock.wait("drafted")
         if self._promise is not None and self._accepted is not None:
             self._promise.accepted = self._accepted.tolist()
-        rows = iter(zip(*(tensor.tolist() for tensor in self._results), strict=True))
+        waiting = self._num_waiting()
+        rows = iter(zip(*(self._at_places(part).tolist() for part in self._results), strict=True))
         landed: list[Verified | None] = []
         for request, samples in zip(self.requests, self.samples, strict=True):
             if not samples:
                 landed.append(None)
                 continue
-            (*tokens, count, failed, drafted, drafts), *laws = next(rows)
+            (*tokens, count, failed, drafted), *laws = next(rows)
             wanted, logprobs = request.params.logprobs, []
             if wanted is not None:
                 logprobs = [dict(zip(ids[: wanted + 1], law, strict=False)) for ids, law in zip(*laws, strict=True)]
+            drafts = waiting.get(request.request_id, 0)
             landed.append(Verified(tokens[:count], bool(failed), drafted, drafts, logprobs[:count]))
         return landed
 
+    def _num_waiting(self) -> dict[int, int]:
+        """Drafts by request id."""
+        if self._waiting is None:
+            return self.waiting or {}
+        waiting = self._at_places(self._waiting).tolist()
+        return {request.request_id: count for request, count in zip(self.samplers, waiting, strict=True)}
+
+    def _at_places(self, copied: Tensor) -> np.ndarray:
+        return copied.numpy()[self._places]
+
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """A copy that is filled once the device gets there; the tensor itself where it is there already."""
+    """A copy that is filled once the device gets there."""
     if not tensor.is_cuda:
-        return tensor
+        return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

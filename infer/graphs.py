@@ -54,3 +54,8 @@ class GraphCache:
             first_line = next(iter(str(error.__context__ or error).splitlines()), type(error).__name__)
             raise RecordingError(f"its {key[0]} stage cannot be recorded as a CUDA graph: {first_line}") from error
         self._recorded[key] = (graph, results)
+
+
+def call(graphs: GraphCache | None, key: GraphKey, function: Callable[..., Any], *arguments: Any) -> Any:
+    """The call replayed, or as it stands where nothing is recorded."""
+    return function(*arguments) if graphs is None else graphs.run(key, function, *arguments)

@@ -5,18 +5,19 @@ step needs of a request stands in the request table, so a step of decoding reque
 read the step before it.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
+import numpy as np
 from torch import Tensor
 
-from ..kernels.records import RejectionOutputs
 from .costs import Rehearsal, StepCosts, measure_costs, stopwatch
 from .draft_policy import DraftPolicy, draft_widths
 from .flight import Clock, Flight, Undrafted
-from .graphs import GraphCache
+from .graphs import GraphCache, call
+from .host_drafting import HostDrafting
 from .layout import Layout, MixedPlan, Slots, bucket
 from .proposers.base import Drafts, Proposer
+from .proposers.host import HostProposer, ragged
 from .request import Request
 from .sampling import NEUTRAL, Features, SamplingTable, features_of
 from .scheduler import ScheduledRequest
@@ -28,13 +29,6 @@ from .verify import Verification
 
 RECORDED_LOGITS_BYTES = 2**28
 """Each recorded step keeps logits of its own."""
-
-
-class Proposed(NamedTuple):
-    """What is known of a step's new drafts."""
-
-    promised: Tensor | None  # for adaptive drafting: accepted drafts a request by width, `survival.expected_accepted`
-    at_most: Sequence[int] | None = None  # drafts of each request, where the host knows them
 
 
 class Runner:
@@ -55,13 +49,19 @@ class Runner:
         self.layout = Layout(table)
         self.num_draft_tokens = table.num_draft_tokens
         self.adaptive = adaptive and self.num_draft_tokens > 0
+        on_host = isinstance(proposer, HostProposer)
         # where the host drafts it knows how many drafts wait, so that steps need not have room for the most
-        several = (self.adaptive or self.requirements.on_host) and self.num_draft_tokens > 0
+        several = (self.adaptive or on_host) and self.num_draft_tokens > 0
         self.widths = draft_widths(self.num_draft_tokens) if several else (1, self.num_draft_tokens + 1)
         estimator = SurvivalEstimator(self.num_draft_tokens, table.device) if self.adaptive else None
         self.stages = Stages(target, proposer, table, settings, verification, estimator, self.widths)
+        self.host = HostDrafting(proposer, self.stages) if on_host else None
         self.policy: DraftPolicy | None = None
-        self._kept: dict[int, Drafts] = {}  # of the host, where recorded calls read them, by padded batch
+
+    def admit(self, request: Request) -> None:
+        """A request got its row of the request table."""
+        if self.host is not None and request.slot is not None:
+            self.host.texts.admit(request.slot, request.token_ids, len(request.prompt_token_ids))
 
     def launch(self, scheduled: Sequence[ScheduledRequest]) -> Flight:
         """Starts a step whose rows the host knows."""
@@ -77,22 +77,19 @@ class Runner:
             self._decode(flight, starts, counts, counts, drafts_wait)
         else:
             self._mixed(flight, scheduled, drafts_wait)
-        self._draft_at_once(flight)
         return flight
 
     def launch_ahead(self, requests: list[Request], before: Flight) -> Flight:
-        """Starts a step of decoding requests of which an earlier one is still in flight."""
+        """Starts a step of decoding requests, whose blocks are written, behind one that was not read yet."""
         flight = Flight(requests, [True] * len(requests), [], Clock(self.table.device))
-        self.table.write_blocks(requests)
         most = None
-        if before.at_most is not None:
-            most = [1 + before.at_most.get(request.request_id, 0) for request in requests]
+        if before.waiting is not None:
+            most = [1 + before.waiting.get(request.request_id, 0) for request in requests]
         self._decode(flight, None, None, most, before.drafts)
-        self._draft_at_once(flight)
         return flight
 
     def draft(self, flight: Flight) -> None:
-        """Has the requests of a launched step draft, unless they did or ended since, and its results copied.
+        """Has the requests of a launched step draft, unless they did or ended since.
 
         A host that drafts waits for the step here; until then it may read the one before. Whatever a proposer raises,
         the step is whole and can be landed.
@@ -100,31 +97,39 @@ class Runner:
         step, flight.undrafted = flight.undrafted, None
         if step is None:
             return
-        requests = flight.samplers
         try:
-            self._draft(flight, step, requests)
+            promised = self._draft_on_device(flight, step) if self.host is None else self.host.draft(flight, step)
+            if self.policy is not None and promised is not None:
+                alive = [request.request_id for request in flight.samplers if not request.finish_reason]
+                flight.keep_promise(self.policy.promise(alive), promised)
         finally:
             flight.clock.mark("drafted")
-            results = [self.stages.results(step.verified, step.drafting, step.num_drafted), *step.logprobs]
-            places = slice(len(requests)) if step.places is None else self.layout.upload(step.places)
-            flight.keep([tensor[places] for tensor in results])
 
-    def _draft_at_once(self, flight: Flight) -> None:
+    def _draft_on_device(self, flight: Flight, step: Undrafted) -> Tensor | None:
+        samplers = flight.samplers
+        alive = [i for i, request in enumerate(samplers) if not request.finish_reason]
+        if not (flight.drafts and alive and self.num_draft_tokens):
+            return None
+        drafting, ids = step.drafting, [samplers[i].request_id for i in alive]
+        if self.requirements.on_host:
+            # it goes by the ids: rows of others than these must not stand between theirs
+            drafting = drafting[self.layout.upload(np.arange(len(drafting))[step.places][alive])]
+        promised = self._propose(step.graphs, step.key, drafting, ids)
+        flight.keep_waiting(self.table.num_drafts[step.drafting])
+        return promised
+
+    def _verified(
+        self, flight: Flight, step: Undrafted, told: Tensor, logprobs: Sequence[Tensor], request_ids: list[int]
+    ) -> None:
+        """Copies what came of a step and has it drafted, by the host in its own time."""
+        brief = None
+        if self.host is not None and flight.drafts and self.num_draft_tokens:
+            inner, brief = self._brief(step.graphs, step.key, step.drafting, request_ids)
+            step = step._replace(inner=inner)
+        flight.keep(told, logprobs, step.places, brief)
+        flight.undrafted = step
         if not self.requirements.on_host:
             self.draft(flight)
-
-    def _draft(self, flight: Flight, step: Undrafted, requests: Sequence[Request]) -> None:
-        alive = [i for i, request in enumerate(requests) if not request.finish_reason]
-        if not (flight.drafts and alive and self.num_draft_tokens):
-            return
-        ids = [requests[i].request_id for i in alive]
-        places = step.places or range(len(requests))
-        asked = None if step.places is None and len(alive) == len(requests) else [places[i] for i in alive]
-        proposed = self._propose(step.graphs, step.key, step.drafting, ids, asked)
-        if proposed.at_most is not None:
-            flight.at_most = dict(zip(ids, proposed.at_most, strict=True))
-        if self.policy is not None and proposed.promised is not None:
-            flight.keep_promise(self.policy.promise(ids), proposed.promised)
 
     def forget(self, request_id: int, finished: bool) -> None:
         """A request left, for good or to come back from its start."""
@@ -146,10 +151,19 @@ class Runner:
 
     def _run_nobody(self, batch: int, width: int, graphs: GraphCache | None) -> None:
         slots, num_rows = self.layout.nobody(batch, 1), batch * width
+        call(graphs, ("follow", batch), self.stages.follow, slots)
         packed, output, _ = self._run_target(slots, num_rows, NEUTRAL, graphs)
         self._observe(graphs, (batch, num_rows), slots, packed, output.states, [])
-        if self.num_draft_tokens:
-            self._propose(graphs, batch, slots.rows, [])
+        self._propose_for_nobody(graphs, batch, slots.rows)
+
+    def _propose_for_nobody(self, graphs: GraphCache | None, key: int | str, drafting: Tensor) -> None:
+        if not self.num_draft_tokens:
+            return
+        if self.host is None:
+            self._propose(graphs, key, drafting, [])
+            return
+        inner, _ = self._brief(graphs, key, drafting, [])
+        self.host.take(Undrafted(key, graphs, drafting, [], inner), ragged([], self.num_draft_tokens), [])
 
     def run_plainly(self) -> None:
         """Records nothing any more and forgets what was: every step runs call by call."""
@@ -169,8 +183,7 @@ class Runner:
             for graphs in (None, self.graphs):
                 packed, output, _ = self._run_mixed(plan, num_rows, NEUTRAL, graphs, True)
                 self._observe(graphs, ("mixed", num_rows), plan.slots, packed, output.states, [])
-                if self.num_draft_tokens:
-                    self._propose(graphs, "mixed", plan.sampling, [], [])
+                self._propose_for_nobody(graphs, "mixed", plan.sampling)
 
     def measure(self, max_batch_size: int) -> StepCosts:
         """What steps cost at batch sizes up to `max_batch_size`, at every width where steps are recorded."""
@@ -185,7 +198,7 @@ class Runner:
 
     def _rehearse(self, batch: int, width: int) -> Rehearsal:
         slots, num_rows = self.layout.nobody(batch, width), batch * width
-        packed, output = self._call(self.graphs, "target", (batch, num_rows), self.stages.forward, slots, num_rows)
+        packed, output = call(self.graphs, ("target", batch, num_rows), self.stages.forward, slots, num_rows)
 
         def verify() -> None:
             self._run_target(slots, num_rows, NEUTRAL, self.graphs)
@@ -195,10 +208,12 @@ class Runner:
                 self._observe(self.graphs, (batch, num_rows), slots, packed, output.states, [])
 
         def draft() -> None:
-            if self.num_draft_tokens and not self.requirements.on_host:
+            if not self.num_draft_tokens or self.stages.observer.requirements.on_host:
+                return
+            if self.host is None:
                 self._propose(self.graphs, batch, slots.rows, [])
-            elif self.num_draft_tokens and not self.stages.observer.requirements.on_host:
-                self._propose_within(self.graphs, batch, slots.rows, None, [])
+            else:
+                self._brief(self.graphs, batch, slots.rows, [])
 
         return Rehearsal(verify, rest, draft)
 
@@ -228,26 +243,27 @@ class Runner:
         if counts is not None and not recorded:
             num_rows = min(num_rows, sum(counts))
         slots = self.layout.decode(requests, starts, counts, batch if recorded else None)
+        if starts is None:
+            call(self.graphs, ("follow", batch), self.stages.follow, slots)
         wanted = features_of([request.params for request in requests])
-        packed, output, verified = self._run_target(slots, num_rows, wanted, self.graphs)
-        logprobs = self.stages.logprobs(verified, packed.batch.cu_seqlens, output, wanted)
+        packed, output, told = self._run_target(slots, num_rows, wanted, self.graphs)
+        logprobs = self.stages.logprobs(told, packed.batch.cu_seqlens, output, wanted)
         flight.clock.mark("verified")
         self._observe(self.graphs, (batch, num_rows), slots, packed, output.states, ids)
-        flight.undrafted = Undrafted(batch, self.graphs, slots.rows, None, slots.counts - 1, verified, logprobs)
+        step = Undrafted(batch, self.graphs, slots.rows, slice(len(requests)))
+        self._verified(flight, step, told, logprobs, ids)
 
     def _run_target(
         self, slots: Slots, num_rows: int, wanted: Features, graphs: GraphCache | None
-    ) -> tuple[Packed, TargetOutput, RejectionOutputs]:
+    ) -> tuple[Packed, TargetOutput, Tensor]:
         batch = slots.rows.shape[0]
         key = (batch, num_rows)
         if self.adaptive and num_rows < batch * (self.num_draft_tokens + 1):
-            self._call(graphs, "select", key, self.stages.select, slots, num_rows - batch)
-        packed, output = self._call(graphs, "target", key, self.stages.forward, slots, num_rows)
+            call(graphs, ("select", *key), self.stages.select, slots, num_rows - batch)
+        packed, output = call(graphs, ("target", *key), self.stages.forward, slots, num_rows)
         # settings beyond the temperature change which kernels run, so they are not replayed
-        verified = self._call(
-            None if wanted.edits else graphs, "verify", key, self.stages.verify, slots, packed, output, wanted
-        )
-        return packed, output, verified
+        run = None if wanted.edits else graphs
+        return packed, output, call(run, ("verify", *key), self.stages.verify, slots, packed, output, wanted)
 
     def _observe(
         self,
@@ -261,54 +277,22 @@ class Runner:
         of_observer = self.stages.observer.requirements
         if of_observer.observes:
             graphs = None if of_observer.on_host else graphs
-            self._call(graphs, "observe", key, self.stages.observe, slots, packed, states, request_ids)
+            call(graphs, ("observe", *key), self.stages.observe, slots, packed, states, request_ids)
 
     def _propose(
-        self,
-        graphs: GraphCache | None,
-        key: int | str,
-        drafting: Tensor,
-        request_ids: list[int],
-        asked: Sequence[int] | None = None,
-    ) -> Proposed:
-        """Drafts for table rows `drafting` [batch].
+        self, graphs: GraphCache | None, key: int | str, drafting: Tensor, request_ids: list[int]
+    ) -> Tensor | None:
+        """Has a proposer on the device draft for table rows `drafting` [batch]; `Stages.propose`."""
+        graphs = None if self.requirements.on_host else graphs
+        return call(graphs, ("propose", key), self.stages.propose, drafting, request_ids)
 
-        `asked` are the places of the requests in it where others than padding stand between them, which a proposer on
-        the host is not shown.
-        """
-        if not self.requirements.on_host:
-            return Proposed(self._call(graphs, "propose", (key,), self.stages.propose, drafting, request_ids))
-        places = None if asked is None else self.layout.upload(asked)
-        shown = drafting if places is None else drafting[places]
-        inner = self._propose_within(graphs, key, drafting, places, request_ids)
-        drafts = self.stages.host_drafts(shown, request_ids, inner)
-        if graphs is None or places is not None or drafts.log_probs is not None:
-            return Proposed(self.stages.take(shown, drafts), drafts.at_most)
-        kept = self._kept.setdefault(len(drafting), drafts)  # the first ones' own buffers
-        kept.copy_(drafts)
-        return Proposed(self._call(graphs, "take", (key,), self.stages.take, drafting, kept), drafts.at_most)
-
-    def _propose_within(
-        self, graphs: GraphCache | None, key: int | str, drafting: Tensor, places: Tensor | None, request_ids: list[int]
-    ) -> Drafts | None:
-        """What the proposer within one on the host drafts, if there is one, for the requests at `places`."""
-        observer = self.stages.observer
-        if observer is self.stages.proposer:
-            return None
-        if observer.requirements.on_host:
-            return self.stages.inner_drafts(drafting if places is None else drafting[places], request_ids)
-        drafts = self._call(graphs, "draft", (key,), self.stages.inner_drafts, drafting, request_ids)
-        return drafts if places is None else drafts.of(places)
-
-    @staticmethod
-    def _call(
-        graphs: GraphCache | None,
-        name: str,
-        key: tuple[int | str, ...],
-        function: Callable[..., Any],
-        *arguments: object,
-    ) -> Any:
-        return function(*arguments) if graphs is None else graphs.run((name, *key), function, *arguments)
+    def _brief(
+        self, graphs: GraphCache | None, key: int | str, drafting: Tensor, request_ids: list[int]
+    ) -> tuple[Drafts | None, Tensor]:
+        """What a proposer on the host goes by for table rows `drafting` [batch]; `Stages.brief`."""
+        drafter = self.stages.drafter
+        graphs = None if drafter is not None and drafter.requirements.on_host else graphs
+        return call(graphs, ("brief", key), self.stages.brief, drafting, request_ids)
 
     def _mixed(self, flight: Flight, scheduled: Sequence[ScheduledRequest], drafts_wait: bool) -> None:
         """A step with prompt rows: logits are asked for where requests sample, and only those draft."""
@@ -324,26 +308,27 @@ class Runner:
             plan, num_rows = self.layout.exact(scheduled), total
         else:
             plan, num_rows = self.layout.padded(scheduled), recorded
-        packed, output, verified = self._run_mixed(plan, num_rows, wanted, graphs, bool(sampler_ids))
-        logprobs = () if verified is None else self.stages.logprobs(verified, plan.cu_rows, output, wanted)
+        packed, output, told = self._run_mixed(plan, num_rows, wanted, graphs, bool(sampler_ids))
+        logprobs = () if told is None else self.stages.logprobs(told, plan.cu_rows, output, wanted)
         flight.clock.mark("verified")
         ids = [rows.request.request_id for rows in scheduled]
         self._observe(graphs, ("mixed", num_rows), plan.slots, packed, output.states, ids)
-        if verified is None:
+        if told is None:
             flight.clock.mark("drafted")
             return
-        places = None if recorded is None else [i for i, rows in enumerate(scheduled) if rows.samples]
-        flight.undrafted = Undrafted("mixed", graphs, plan.sampling, places, plan.num_drafts, verified, logprobs)
+        places = [i for i, rows in enumerate(scheduled) if rows.samples]
+        step = Undrafted("mixed", graphs, plan.sampling, slice(len(places)) if recorded is None else places)
+        self._verified(flight, step, told, logprobs, sampler_ids)
 
     def _run_mixed(
         self, plan: MixedPlan, num_rows: int, wanted: Features, graphs: GraphCache | None, samples: bool
-    ) -> tuple[Packed, TargetOutput, RejectionOutputs | None]:
+    ) -> tuple[Packed, TargetOutput, Tensor | None]:
         key = ("mixed", num_rows)
-        packed, output = self._call(graphs, "target", key, self.stages.forward_mixed, plan, num_rows)
+        packed, output = call(graphs, ("target", *key), self.stages.forward_mixed, plan, num_rows)
         if not samples:
             return packed, output, None
         run = None if wanted.edits else graphs
-        return packed, output, self._call(run, "verify", key, self.stages.verify_mixed, plan, packed, output, wanted)
+        return packed, output, call(run, ("verify", *key), self.stages.verify_mixed, plan, packed, output, wanted)
 
 
 def _shortened(rows: ScheduledRequest, num_drafts: int) -> ScheduledRequest:

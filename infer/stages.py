@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.records import RejectionOutputs, law_columns
+from ..kernels.records import law_columns
 from .layout import MixedPlan, Slots
-from .proposers.base import Drafts, DraftStep, ObservedRows, Proposer
+from .proposers.base import DeviceProposer, Drafts, DraftStep, ObservedRows, Proposer
+from .proposers.host import HostProposer
 from .sampling import Features, LogitsRows, SamplingTable, process_logits, top_logprobs
-from .survival import SurvivalEstimator, expected_accepted, log_odds_of, select
+from .survival import UNKNOWN_CONFIDENCE, SurvivalEstimator, expected_accepted, log_odds_of, select
 from .table import Packed, RequestTable
 from .target import Target, TargetOutput
 from .verify import Verification, verify_drafts
@@ -33,19 +34,27 @@ class Stages:
         widths: Sequence[int],
     ) -> None:
         """`estimator` learns which drafts survive, and `widths` are the rows a request may be given, where adaptive."""
-        self.target, self.proposer, self.table, self.settings = target, proposer, table, settings
-        self.observer = proposer.inner or proposer
+        self.target, self.table, self.settings = target, table, settings
+        self.observer = proposer
+        if isinstance(proposer, HostProposer) and proposer.inner is not None:
+            self.observer = proposer.inner
+        self.drafter = self.observer if isinstance(self.observer, DeviceProposer) else None
         self.verification, self.estimator = verification, estimator
         self.num_draft_tokens = table.num_draft_tokens
         self.spare_slots = proposer.requirements.spare_slots(table.num_draft_tokens)
         self._widths = torch.tensor(widths, device=table.device)
-        self._law_columns: Tensor | None = None  # of the proposer's laws; made once, from the first
+        self.law_columns: Tensor | None = None  # [vocab_size] of the proposer's laws, once there was one
 
     def select(self, slots: Slots, num_drafts: int) -> None:
         """Leaves `num_drafts` of the drafts counted, those that are likeliest to survive."""
         assert self.estimator is not None
         survival = self.estimator.survival(self.table.draft_log_odds[slots.rows], slots.counts - 1)
         slots.counts.copy_(1 + select(survival, num_drafts))
+
+    def follow(self, slots: Slots) -> None:
+        """Has each request compute its newest token and the drafts that the table has for it."""
+        slots.starts.copy_(self.table.num_known[slots.rows] - 1)
+        slots.counts.copy_(self.table.num_drafts[slots.rows] + 1)
 
     def forward(self, slots: Slots, num_rows: int) -> tuple[Packed, TargetOutput]:
         """The newest tokens and drafts of decoding requests in `num_rows` rows, and what the target says."""
@@ -67,28 +76,27 @@ class Stages:
         packed = packed._replace(batch=packed.batch._replace(logits_rows=asked_rows))
         return packed, self.target.forward(packed.batch)
 
-    def verify(self, slots: Slots, packed: Packed, output: TargetOutput, wanted: Features) -> RejectionOutputs:
-        """Verifies the drafts of a step of decoding requests."""
+    def verify(self, slots: Slots, packed: Packed, output: TargetOutput, wanted: Features) -> Tensor:
+        """Verifies the drafts of a step of decoding requests, and says what came of it, as `_verify` does."""
         return self._verify(
             slots.rows, slots.counts - 1, packed.batch.cu_seqlens, packed.slots, packed.batch.positions, output, wanted
         )
 
-    def verify_mixed(self, plan: MixedPlan, packed: Packed, output: TargetOutput, wanted: Features) -> RejectionOutputs:
-        """Verifies the drafts of a step with prompt rows."""
+    def verify_mixed(self, plan: MixedPlan, packed: Packed, output: TargetOutput, wanted: Features) -> Tensor:
+        """The same of a step with prompt rows."""
         asked = packed.batch.logits_rows
         where = packed.slots[asked], packed.batch.positions[asked]
         return self._verify(plan.sampling, plan.num_drafts, plan.cu_rows, *where, output, wanted, plan.width - 1)
 
-    def logprobs(
-        self, verified: RejectionOutputs, cu_rows: Tensor, output: TargetOutput, wanted: Features
-    ) -> Sequence[Tensor]:
+    def logprobs(self, told: Tensor, cu_rows: Tensor, output: TargetOutput, wanted: Features) -> Sequence[Tensor]:
         """Ids and log-probabilities [batch, k + 1, n + 1] of the emitted tokens, nothing where nobody asked."""
         if wanted.logprobs is None:
             return ()
-        batch, width = verified.token_ids.shape
+        emitted = told[:, :-3]
+        batch, width = emitted.shape
         rows = cu_rows[:-1, None] + torch.arange(width, device=cu_rows.device)
         rows = rows.clamp(max=output.logits.shape[0] - 1).flatten()
-        found = top_logprobs(output.logits, rows, verified.token_ids.flatten(), wanted.logprobs)
+        found = top_logprobs(output.logits, rows, emitted.flatten(), wanted.logprobs)
         return [tensor.view(batch, width, -1) for tensor in found]
 
     def observe(self, slots: Slots, packed: Packed, states: Tensor | None, request_ids: list[int]) -> None:
@@ -106,23 +114,57 @@ class Stages:
             )
         )
 
-    def inner_drafts(self, drafting: Tensor, request_ids: list[int]) -> Drafts:
-        """What the proposer within another drafts for table rows `drafting` [batch]."""
-        step = self._draft_step(drafting, request_ids)._replace(wants_confidence=True)
-        return self.observer.propose(step)
+    def brief(self, drafting: Tensor, request_ids: list[int]) -> tuple[Drafts | None, Tensor]:
+        """What a proposer on the host goes by for table rows `drafting` [batch]: drafts of the one within it, if any.
 
-    def host_drafts(self, drafting: Tensor, request_ids: list[int], inner: Drafts | None) -> Drafts:
-        """What a proposer on the host drafts for table rows `drafting` [batch]."""
-        return self.proposer.propose(self._draft_step(drafting, request_ids)._replace(inner=inner))
+        The host reads [batch, 1 or 2 + 2k] int64: room for drafts; inner drafts' lengths, tokens, and how sure they
+        are, the bits of a float64 each.
+        """
+        if self.drafter is None:
+            return None, self.table.room(drafting, self.spare_slots)[:, None]
+        step = self._draft_step(drafting, request_ids)._replace(wants_confidence=True)
+        drafts = self.drafter.propose(step)
+        confidence = drafts.confidence
+        if confidence is None:
+            confidence = torch.full(drafts.token_ids.shape, UNKNOWN_CONFIDENCE, device=drafts.token_ids.device)
+        columns = (step.room[:, None], drafts.lengths[:, None], drafts.token_ids)
+        return drafts, torch.cat([*columns, confidence.double().view(torch.int64)], dim=1)
 
     def propose(self, drafting: Tensor, request_ids: list[int]) -> Tensor | None:
         """Lets a proposer on the device draft for table rows `drafting` [batch], and takes its drafts."""
+        assert self.drafter is not None
         step = self._draft_step(drafting, request_ids)
-        return self._take(drafting, self.proposer.propose(step), step.room)
+        return self._take(drafting, self.drafter.propose(step), step.room)
 
-    def take(self, drafting: Tensor, drafts: Drafts) -> Tensor | None:
-        """Takes drafts for table rows `drafting` [batch]; `Proposed.promised`."""
+    def take(self, drafting: Tensor, chosen: Tensor, confidence: Tensor | None, inner: Drafts | None) -> Tensor | None:
+        """Takes what a proposer on the host drafts for table rows `drafting` [batch]; promises as `propose` does.
+
+        chosen [batch, k + 2] int64: tokens, how many of them, and whether they are those of `inner`, under its laws;
+        confidence [batch, k] float32.
+        """
+        k = self.num_draft_tokens
+        ids, laws, token_map = chosen[:, :k], None, None
+        if inner is not None and inner.log_probs is not None:
+            laws, token_map = self._laws_with(inner, ids, chosen[:, k + 1].bool()), inner.token_map
+        drafts = Drafts(ids, chosen[:, k], laws, token_map, confidence)
         return self._take(drafting, drafts, self.table.room(drafting, self.spare_slots))
+
+    def _laws_with(self, inner: Drafts, ids: Tensor, of_inner: Tensor) -> Tensor:
+        """The laws of inner drafts, and for the other requests those that put everything on the tokens `ids`."""
+        assert inner.log_probs is not None
+        batch, drawn, vocab = inner.log_probs.shape
+        laws = inner.log_probs.new_full((batch, ids.shape[1], vocab), -torch.inf)
+        laws[:, :drawn] = torch.where(of_inner[:, None, None], inner.log_probs, -torch.inf)
+        named = self.columns_of(inner.token_map)
+        columns = ids.clamp(min=0) if named is None else named[ids.clamp(min=0)].long().clamp(min=0)
+        certain = torch.where(of_inner[:, None], laws.gather(2, columns[..., None])[..., 0], 0.0)
+        return laws.scatter(2, columns[..., None], certain[..., None])
+
+    def columns_of(self, token_map: Tensor | None) -> Tensor | None:
+        """Of laws over this vocabulary; made once, from the first."""
+        if self.law_columns is None and token_map is not None:
+            self.law_columns = law_columns(token_map, self.target.vocab_size)
+        return self.law_columns
 
     def _take(self, drafting: Tensor, drafts: Drafts, room: Tensor) -> Tensor | None:
         table, ids = self.table, drafts.token_ids
@@ -131,19 +173,13 @@ class Stages:
         table.set_drafts(drafting, ids * valid, torch.minimum(torch.minimum(drafts.lengths, room), valid.sum(dim=1)))
         if drafts.log_probs is not None:
             table.set_laws(drafting, drafts.log_probs)
-            if self._law_columns is None and drafts.token_map is not None:
-                self._law_columns = law_columns(drafts.token_map, self.target.vocab_size)
+            self.columns_of(drafts.token_map)
         if self.estimator is None:
             return None
         table.set_log_odds(drafting, None if drafts.confidence is None else log_odds_of(drafts.confidence))
         survival = self.estimator.survival(table.draft_log_odds[drafting], table.num_drafts[drafting])
         # requests about to end draft less for no fault of the drafts; nobody has no room either
         return expected_accepted(survival, room >= self.num_draft_tokens, self._widths)
-
-    def results(self, verified: RejectionOutputs, rows: Tensor, num_drafted: Tensor) -> Tensor:
-        """What the host reads [batch, k + 5] int64: tokens, how many, failed, drafts verified, drafts waiting."""
-        columns = (verified.num_emitted, verified.failed, num_drafted, self.table.num_drafts[rows])
-        return torch.cat([verified.token_ids, torch.stack([column.long() for column in columns], dim=1)], dim=1)
 
     def _draft_step(self, drafting: Tensor, request_ids: list[int]) -> DraftStep:
         table, known = self.table, self.table.num_known[drafting]
@@ -158,7 +194,6 @@ class Stages:
             seeds=table.seeds[drafting],
             wants_confidence=self.estimator is not None,
             tokens=table.tokens,
-            prompt_lens=table.prompt_lens[drafting],
         )
 
     def _verify(
@@ -171,8 +206,11 @@ class Stages:
         output: TargetOutput,
         wanted: Features,
         width: int | None = None,
-    ) -> RejectionOutputs:
-        """Verifies at most `width` drafts of table `rows` [batch] and appends what was emitted."""
+    ) -> Tensor:
+        """Verifies at most `width` drafts of table `rows` [batch] and appends what was emitted.
+
+        The host reads [batch, width + 4] int64: tokens, -1 behind them, how many, whether it failed, drafts verified.
+        """
         table = self.table
         where = LogitsRows(logits_slots, positions)
         logits = process_logits(output.logits, where, self.settings, table.tokens, table.prompt_lens, wanted)
@@ -185,7 +223,7 @@ class Stages:
             temperature=self.settings.temperature[rows],
             seeds=table.seeds[rows],
             draft_log_probs=None if law is None else law[rows, :width],
-            law_columns=None if law is None else self._law_columns,
+            law_columns=None if law is None else self.law_columns,
             mode=self.verification.mode,
             rates=self.verification.rates,
             fp64_gumbel=self.verification.fp64_gumbel,
@@ -193,4 +231,5 @@ class Stages:
         if self.estimator is not None:
             self.estimator.observe(table.draft_log_odds[rows], num_drafts, verified.num_emitted)
         table.append(rows, verified.token_ids, verified.num_emitted)
-        return verified
+        columns = (verified.num_emitted, verified.failed, num_drafts)
+        return torch.cat([verified.token_ids, torch.stack([column.long() for column in columns], dim=1)], dim=1)

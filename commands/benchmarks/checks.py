@@ -10,7 +10,7 @@ import torch
 from ...infer.engine import Engine
 from ...infer.losslessness import Generation, check_greedy, rounding_bound
 from ...infer.planes import Planes
-from ...infer.proposers.base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
+from ...infer.proposers.base import DeviceProposer, Drafts, DraftStep, ObservedRows, Released, Requirements
 from ...infer.sampling import SamplingParams
 from ...infer.scoring import score_logits, score_rows
 from .record import Check
@@ -85,7 +85,7 @@ def _measure_rounding(engine: Engine, texts: Sequence[Generation]) -> Rounding:
     return Rounding(6 * math.sqrt(2) * deviation, deviation < max(widest) / 2)
 
 
-class KnownText(Proposer):
+class KnownText(DeviceProposer):
     """Drafts the known continuation of each request, a wrong token now and then; a request's seed names its text.
 
     So that a check sees every row of a verification step: drafts that are right are kept, and what follows them counts.

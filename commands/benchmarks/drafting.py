@@ -12,12 +12,13 @@ import numpy as np
 import torch
 
 from ...infer.planes import Planes
-from ...infer.proposers.base import Drafts, DraftStep, Proposer
+from ...infer.proposers.base import DraftStep
 from ...infer.proposers.ngram import NgramProposer
 from ...infer.proposers.ngram_gpu import NgramGpuProposer
 from ...infer.proposers.ngram_rule import NgramRule
 from ...infer.proposers.none import NoneProposer
 from ...infer.target import Target
+from ...infer.texts import HostTexts
 from ..engines import build_engine
 from .record import Check, Record
 from .steady import recorded, start, steady, stop, tokens_needed
@@ -61,11 +62,7 @@ def run(record: Record, source: Source, work: Work) -> None:
     """Adds a row a method; raises BenchError where drafts are not what a search finds."""
     decode_ms = _decode_ms(source, work)
     texts = _texts(work, record.device)
-    methods: dict[str, tuple[Callable[[int, NgramRule], Proposer], bool]] = {
-        "ngram": (NgramProposer, False),
-        "ngram_gpu": (NgramGpuProposer, record.device.type == "cuda"),
-    }
-    found = {name: _measure(make, is_recorded, texts, work) for name, (make, is_recorded) in methods.items()}
+    found = {"ngram": _on_host(texts, work), "ngram_gpu": _on_device(texts, work)}
     checks = [_same(found["ngram"].drafts, found["ngram_gpu"].drafts), _searched(found["ngram"].drafts, texts, work)]
     for name, measured in found.items():
         lengths = [len(draft) for drafts in measured.drafts for draft in drafts]
@@ -109,25 +106,53 @@ def _texts(work: Work, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(tokens.astype(np.int32)).to(device)
 
 
-def _measure(
-    make: Callable[[int, NgramRule], Proposer], is_recorded: bool, texts: torch.Tensor, work: Work
-) -> Measured:
-    proposer, device = make(work.num_draft_tokens, work.rule), texts.device
-    proposer.bind(Planes((), 1, 1, device), work.requests)
-    steps = [_step(texts, work.context + EMITTED * i, work) for i in range(work.steps * REPEATS + 1)]
+def _on_host(texts: torch.Tensor, work: Work) -> Measured:
+    """What was emitted comes from the device, and drafts go there."""
+    proposer, known = NgramProposer(work.num_draft_tokens, work.rule), HostTexts(*texts.shape)
+    proposer.bind(Planes((), 1, 1, texts.device), work.requests)
+    rows = np.arange(work.requests)
+    for row, text in enumerate(texts[:, : work.context].cpu().numpy()):
+        known.admit(row, text, work.context)
+    room, counts = np.full(work.requests, work.num_draft_tokens), np.full(work.requests, EMITTED)
+
+    def step(index: int) -> tuple[np.ndarray, np.ndarray]:
+        if index:
+            end = work.context + EMITTED * index
+            known.append(rows, texts[:, end - EMITTED : end].cpu().numpy(), counts)
+        ids, lengths, *_ = proposer.propose(known.step(rows.tolist(), rows, room))
+        torch.from_numpy(np.concatenate([ids, lengths[:, None]], axis=1)).to(texts.device)
+        return ids, lengths
+
+    return _measured(step, texts.device, work)
+
+
+def _on_device(texts: torch.Tensor, work: Work) -> Measured:
+    """The drafting alone, replayed where a GPU records it."""
+    proposer, device = NgramGpuProposer(work.num_draft_tokens, work.rule), texts.device
+
+    def step(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return proposer.propose(_step(texts, work.context + EMITTED * index, work))[:2]
+
+    measured = _measured(step, device, work)
+    if device.type != "cuda":
+        return measured
+    last = _step(texts, work.context + EMITTED * work.steps * REPEATS, work)
+    return measured._replace(step=time_calls([lambda: proposer.propose(last)], device))
+
+
+def _measured(step: Callable[[int], tuple[Any, Any]], device: torch.device, work: Work) -> Measured:
+    """Runs every step once, in order; `step` gives ids [requests, k] and lengths [requests]."""
     times: list[float] = []
-    drafts: list[Drafts] = []
-    for step in steps:
+    drafts: list[list[list[int]]] = []
+    for index in range(work.steps * REPEATS + 1):
         synchronize(device)
         begun = time.perf_counter()
-        drafts.append(proposer.propose(step))
+        ids, lengths = step(index)
         synchronize(device)
         times.append(1000 * (time.perf_counter() - begun))
+        drafts.append([row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)])
     each = times[1:]
-    timing = Timing.of([sum(each[i::REPEATS]) / work.steps for i in range(REPEATS)])
-    if is_recorded:
-        timing = time_calls([lambda: proposer.propose(steps[-1])], device)
-    return Measured(timing, times[0], [_listed(one) for one in drafts])
+    return Measured(Timing.of([sum(each[i::REPEATS]) / work.steps for i in range(REPEATS)]), times[0], drafts)
 
 
 def _step(texts: torch.Tensor, known: int, work: Work) -> DraftStep:
@@ -143,13 +168,7 @@ def _step(texts: torch.Tensor, known: int, work: Work) -> DraftStep:
         temperature=torch.zeros(work.requests, device=device),
         seeds=rows,
         tokens=texts,
-        prompt_lens=torch.full_like(rows, work.context),
     )
-
-
-def _listed(drafts: Drafts) -> list[list[int]]:
-    rows = zip(drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)
-    return [ids[:length] for ids, length in rows]
 
 
 def _same(host: Sequence[Sequence[list[int]]], device: Sequence[Sequence[list[int]]]) -> Check:

@@ -1,7 +1,6 @@
 """What a proposer is: it sees every row the target computes, once and in order, and drafts what may come next."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ class Requirements:
     fixed_lookahead: bool = False  # all of them for any draft, however few there is room for
     draft_laws: bool = False  # whether drafts carry the law they were drawn from
     observes: bool = True  # False: rows need not be gathered for it
-    on_host: bool = False  # it reads what it is given on the host: its own calls are not recorded
+    on_host: bool = False  # it reads what it is given on the host: its calls are not recorded
 
     def spare_slots(self, num_draft_tokens: int) -> int:
         """Slots that must stay free behind those of the drafts there is room for."""
@@ -67,8 +66,6 @@ class DraftStep(NamedTuple):
     # the request table's own buffer [num_rows, width] int32, which never moves: row slots[b] begins with request b's
     # known tokens, those found in the prefix cache included; what stands behind them means nothing
     tokens: Tensor | None = None
-    prompt_lens: Tensor | None = None  # [batch] int64; the first of them that are the prompt
-    inner: "Drafts | None" = None  # of `Proposer.inner`, in buffers that its next drafts overwrite
 
 
 class Drafts(NamedTuple):
@@ -80,22 +77,6 @@ class Drafts(NamedTuple):
     token_map: Tensor | None = None  # [draft_vocab] int64 target ids of the law's columns; None = the target's own
     confidence: Tensor | None = None  # [batch, k] float32 top probability of the law at each position, known before the
     # token there is drawn; it may depend on earlier tokens, never on its own. None = not told
-    at_most: Sequence[int] | None = None  # `lengths` of the requests that are no padding, where the host knows them
-
-    def copy_(self, other: "Drafts") -> None:
-        """Takes over the values of drafts of the same shapes, in place."""
-        for kept, new in zip(self._of_requests(), other._of_requests(), strict=True):
-            if kept is not None and new is not None:
-                kept.copy_(new)
-
-    def of(self, places: Tensor) -> "Drafts":
-        """The drafts of the requests at `places` [n] int64."""
-        ids, lengths, log_probs, confidence = (None if t is None else t[places] for t in self._of_requests())
-        assert ids is not None and lengths is not None
-        return Drafts(ids, lengths, log_probs, self.token_map, confidence)
-
-    def _of_requests(self) -> tuple[Tensor | None, ...]:
-        return self.token_ids, self.lengths, self.log_probs, self.confidence
 
 
 class Released(NamedTuple):
@@ -108,16 +89,14 @@ class Released(NamedTuple):
 
 
 class Proposer(ABC):
-    """One drafting method. It owns its planes' contents and any per-request state, kept by row of the request table.
+    """One drafting method: a `DeviceProposer` or a `HostProposer`.
 
-    `observe` and `propose` are pure functions of what they are given and of that state, on the device: fixed shapes,
-    nothing read on the host, state in buffers that never move, so that each can be recorded as a CUDA graph (unless
-    `requirements.on_host`; on a GPU the last requests of a step may then be padding all the same).
+    It owns its planes' contents and any per-request state, kept by row of the request table. What it does on the device
+    has fixed shapes, reads nothing on the host and keeps its state in buffers that never move, so that it can be
+    recorded as a CUDA graph, unless `requirements.on_host`; on a GPU a step's last requests may be padding in any case.
     """
 
     requirements: Requirements
-    inner: "Proposer | None" = None
-    """Within a proposer on the host: one that observes in its place and drafts before it, with its confidence told."""
 
     @abstractmethod
     def bind(self, planes: Planes, num_rows: int) -> None:
@@ -131,17 +110,21 @@ class Proposer(ABC):
         """Takes the rows computed in this step; called before `propose` of the same step."""
 
     @abstractmethod
-    def propose(self, step: DraftStep) -> Drafts:
-        """Drafts at most min(num_draft_tokens, room[b]) tokens for each request; the engine cuts what is more.
-
-        A step in which drafting does not pay passes without it. Drafts that were never verified leave no trace: noise
-        that drew one of them is not used again.
-        """
-
-    @abstractmethod
     def release(self, request: Released) -> None:
         """Forgets a request that finished, was cancelled or was preempted."""
 
     def forget(self) -> None:
         """Drops what was learned from earlier requests, so that a measured run starts like a new engine's."""
         return None
+
+
+class DeviceProposer(Proposer):
+    """One that drafts on the device: a pure function of what it is given and of its state."""
+
+    @abstractmethod
+    def propose(self, step: DraftStep) -> Drafts:
+        """Drafts at most min(num_draft_tokens, room[b]) tokens for each request; the engine cuts what is more.
+
+        A step in which drafting does not pay passes without it. Drafts that were never verified leave no trace: noise
+        that drew one of them is not used again.
+        """

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..planes import Planes
-from .base import Drafts, DraftStep, ObservedRows, Proposer, ProposerError, Released, Requirements
-from .host import HostContexts, HostStep, upload_ids
+from .base import ObservedRows, ProposerError, Released, Requirements
+from .host import HostDrafts, HostProposer, HostStep, ragged
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 STATES = "hidden_states"
 
 
-class CustomProposer(Proposer):
+class CustomProposer(HostProposer):
     """Runs `module:Class`. Raises ProposerError for a class that is not there or does not fit, and for its faults."""
 
     def __init__(self, path: str, config: "EngineConfig", vocab_size: int) -> None:
@@ -51,11 +50,7 @@ class CustomProposer(Proposer):
                 f"the other; add or drop it"
             )
         self.requirements = Requirements(layer_ids=layer_ids, observes=bool(layer_ids), on_host=True)
-        self._contexts: HostContexts | None = None
         self._states: dict[int, list[Tensor]] = {}
-
-    def bind(self, planes: Planes, num_rows: int) -> None:
-        self._contexts = HostContexts(num_rows, self.num_draft_tokens)
 
     def observe(self, rows: ObservedRows) -> None:
         if rows.states is None:
@@ -65,22 +60,16 @@ class CustomProposer(Proposer):
             # a later step reuses the buffer
             self._states.setdefault(request_id, []).append(rows.states[firsts[i] : lasts[i] + 1].clone())
 
-    def propose(self, step: DraftStep) -> Drafts:
-        assert self._contexts is not None
-        host = self._contexts.update(step)
-        if not host.request_ids:
-            return upload_ids([], step, self.num_draft_tokens)
-        given = self._keyword_arguments(host)
+    def propose(self, step: HostStep) -> HostDrafts:
+        given = self._keyword_arguments(step)
         try:
-            drafts = self._inner.propose(self._sampled(host), host.num_known, self._contexts.tokens[host.rows], **given)
+            drafts = self._inner.propose(_sampled(step), step.num_known, step.tokens[step.rows], **given)
         except Exception as error:
-            names = ", ".join(map(str, host.request_ids))
-            self._fail(f"drafting for request{'s' if len(host.request_ids) > 1 else ''} {names}", error)
-        return upload_ids(self._checked(drafts, host), step, self.num_draft_tokens)
+            names = ", ".join(map(str, step.request_ids))
+            self._fail(f"drafting for request{'s' if len(step.request_ids) > 1 else ''} {names}", error)
+        return ragged(self._checked(drafts, step), self.num_draft_tokens)
 
     def release(self, request: Released) -> None:
-        assert self._contexts is not None
-        self._contexts.release(request.request_id)
         self._states.pop(request.request_id, None)
         released = getattr(self._inner, "release", None)
         if callable(released):
@@ -89,30 +78,23 @@ class CustomProposer(Proposer):
             except Exception as error:
                 self._fail(f"releasing request {request.request_id}", error)
 
-    def _sampled(self, host: HostStep) -> list[list[int]]:
-        """The tokens that are new since each request was last drafted for; of a new one, what followed its prompt."""
-        assert self._contexts is not None
-        begins = np.maximum(host.num_before, host.prompt_lens)
-        spans = zip(host.rows.tolist(), begins.tolist(), host.num_known.tolist(), strict=True)
-        return [self._contexts.tokens[row, begin:end].tolist() for row, begin, end in spans]
-
-    def _keyword_arguments(self, host: HostStep) -> dict[str, Any]:
+    def _keyword_arguments(self, step: HostStep) -> dict[str, Any]:
         values: dict[str, Callable[[], Any]] = {
             "slot_mappings": lambda: None,
-            "request_ids": lambda: list(host.request_ids),
-            STATES: lambda: [torch.cat(self._states.pop(request_id)) for request_id in host.request_ids],
+            "request_ids": lambda: list(step.request_ids),
+            STATES: lambda: [torch.cat(self._states.pop(request_id)) for request_id in step.request_ids],
         }
         return {name: values[name]() for name in self._keywords}
 
-    def _checked(self, drafts: Any, host: HostStep) -> list[list[int]]:
+    def _checked(self, drafts: Any, step: HostStep) -> list[list[int]]:
         """The user's answer as lists of ids; raises ProposerError naming the request whose draft is none."""
-        if not isinstance(drafts, Sequence) or len(drafts) != len(host.request_ids):
+        if not isinstance(drafts, Sequence) or len(drafts) != len(step.request_ids):
             found = f"{len(drafts)}" if isinstance(drafts, Sequence) else type(drafts).__name__
             raise ProposerError(
-                f"{self.name} must return a list for each of {len(host.request_ids)} requests, found {found}"
+                f"{self.name} must return a list for each of {len(step.request_ids)} requests, found {found}"
             )
         checked = []
-        for request_id, draft, room in zip(host.request_ids, drafts, host.room.tolist(), strict=True):
+        for request_id, draft, room in zip(step.request_ids, drafts, step.room.tolist(), strict=True):
             try:
                 ids = [operator.index(token) for token in draft]
             except TypeError:
@@ -135,6 +117,13 @@ class CustomProposer(Proposer):
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
         raise ProposerError(f"{self.name} failed {when}: {type(error).__name__}: {error} ({place})") from error
+
+
+def _sampled(step: HostStep) -> list[list[int]]:
+    """The tokens that are new since each request was last drafted for; of a new one, what followed its prompt."""
+    begins = np.maximum(step.num_before, step.prompt_lens)
+    spans = zip(step.rows.tolist(), begins.tolist(), step.num_known.tolist(), strict=True)
+    return [step.tokens[row, begin:end].tolist() for row, begin, end in spans]
 
 
 def _layer_ids(path: str, found: Any) -> tuple[int, ...]:

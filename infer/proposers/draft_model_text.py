@@ -19,9 +19,9 @@ from ..attention import PagedAttend
 from ..batch import PackedBatch
 from ..planes import Planes
 from ..translation import Reading, Translation
-from .base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
+from .base import Released
 from .drafting import layer_planes
-from .host import HostContexts, upload_ids
+from .host import HostDrafts, HostProposer, HostStep, ragged
 
 BLOCK_SIZE = 16
 STEP_TOKENS = 4096  # rows of one forward at most
@@ -48,10 +48,8 @@ class _Span(NamedTuple):
     start: int
 
 
-class TextDraftModelProposer(Proposer):
+class TextDraftModelProposer(HostProposer):
     """Drafts through text; it needs nothing of the target but its tokens, on the host."""
-
-    requirements = Requirements(observes=False, on_host=True)
 
     def __init__(
         self,
@@ -79,41 +77,32 @@ class TextDraftModelProposer(Proposer):
         self._planes = Planes(specs, 1 + num_rows * self._blocks_each, BLOCK_SIZE, self._device)
         blocks = 1 + torch.arange(num_rows * self._blocks_each, dtype=torch.int32, device=self._device)
         self._block_tables = blocks.view(num_rows, self._blocks_each)
-        self._contexts: HostContexts | None = None
         self._texts: dict[int, _Text] = {}
 
     def bind(self, planes: Planes, num_rows: int) -> None:
-        self._contexts = HostContexts(num_rows, self.num_draft_tokens)
         self._texts.clear()
 
-    def observe(self, rows: ObservedRows) -> None:
-        """Tokens come with the step that drafts."""
-
-    def propose(self, step: DraftStep) -> Drafts:
-        texts, room = self._read_on(step)
-        wanted = [min(most, self.num_draft_tokens) for most in room]
+    def propose(self, step: HostStep) -> HostDrafts:
+        texts = self._read_on(step)
+        wanted = [min(most, self.num_draft_tokens) for most in step.room.tolist()]
         self._write(texts, wanted)
         drafts = [text.drafts[:most] for text, most in zip(texts, wanted, strict=True)]
-        return upload_ids(drafts, step, self.num_draft_tokens)
+        return ragged(drafts, self.num_draft_tokens)
 
     def release(self, request: Released) -> None:
-        assert self._contexts is not None
-        self._contexts.release(request.request_id)
         self._texts.pop(request.request_id, None)
 
-    def _read_on(self, step: DraftStep) -> tuple[list[_Text], list[int]]:
-        """The text of each real request with what became known of it, and how many drafts it has room for."""
-        assert self._contexts is not None
-        host, texts = self._contexts.update(step), []
-        columns = (host.rows, host.num_before, host.num_known)
-        for request_id, row, before, known in zip(host.request_ids, *(c.tolist() for c in columns), strict=True):
+    def _read_on(self, step: HostStep) -> list[_Text]:
+        """The text of each request with what became known of it."""
+        texts, columns = [], (step.rows, step.num_before, step.num_known)
+        for request_id, row, before, known in zip(step.request_ids, *(c.tolist() for c in columns), strict=True):
             if not before:
                 self._texts[request_id] = _Text(Reading(self.translation), row)
             text = self._texts[request_id]
-            text.reading.extend(self._contexts.tokens[row, before:known].tolist())
+            text.reading.extend(step.tokens[row, before:known].tolist())
             text.drafted, text.drafts = [], []
             texts.append(text)
-        return texts, host.room.tolist()
+        return texts
 
     def _write(self, texts: Sequence[_Text], wanted: Sequence[int]) -> None:
         """Has the draft model write on behind every text until it gave the drafts wanted, or cannot."""

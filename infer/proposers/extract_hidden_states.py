@@ -13,12 +13,12 @@ from torch import Tensor
 from ...kernels.dispatch import store_kv
 from ..planes import Plane, Planes, PlaneSpec
 from ..target import Target
-from .base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
+from .base import DeviceProposer, Drafts, DraftStep, ObservedRows, Released, Requirements
 
 PLANE = "hidden_states"
 
 
-class ExtractHiddenStatesProposer(Proposer):
+class ExtractHiddenStatesProposer(DeviceProposer):
     """Hands `on_finish(request_id, states [num_tokens, num_layer_ids, hidden])` every finished request's states.
 
     A request's newest token is never an input of the target, so it has no row: with `max_tokens=1` the rows are the

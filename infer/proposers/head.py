@@ -5,11 +5,11 @@ from torch import Tensor
 from ...heads.base import DraftHead
 from ...heads.target_tensors import TargetTensors
 from ..fused_heads import fuse_head
-from .base import Drafts, DraftStep, Proposer, Released
+from .base import DeviceProposer, Drafts, DraftStep, Released
 from .drafting import DraftSampling, chain, draw, draw_all
 
 
-class HeadProposer(Proposer):
+class HeadProposer(DeviceProposer):
     """Greedy drafts are point masses, probabilistic ones carry their law."""
 
     def __init__(

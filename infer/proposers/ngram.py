@@ -9,41 +9,34 @@ import numpy as np
 from numba import njit
 
 from ..planes import Planes
-from .base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
-from .host import HostContexts, upload
+from .base import Released
+from .host import HostDrafts, HostProposer, HostStep
 from .ngram_rule import NgramRule
 
 _MULTIPLIER = 0x5851F42D4C957F2D
 _SMALLEST = 64  # places of a new request's table
 
 
-class NgramProposer(Proposer):
+class NgramProposer(HostProposer):
     """Drafts by `NgramRule`."""
-
-    requirements = Requirements(observes=False, on_host=True)
 
     def __init__(self, num_draft_tokens: int, rule: NgramRule) -> None:
         self.num_draft_tokens, self.rule = num_draft_tokens, rule
-        self._contexts: HostContexts | None = None
         self._index: NgramIndex | None = None
 
     def bind(self, planes: Planes, num_rows: int) -> None:
-        self._contexts = HostContexts(num_rows, self.num_draft_tokens)
         self._index = None
         none = np.zeros(0, dtype=np.int64)
         NgramIndex(1, 1, self.rule).draft(np.zeros((1, 1), dtype=np.int32), none, none, none, none, 1)  # compiles
 
-    def observe(self, rows: ObservedRows) -> None:
-        """Tokens come with the step that drafts."""
-
-    def propose(self, step: DraftStep) -> Drafts:
-        assert self._contexts is not None
-        host = self._contexts.update(step)
-        tokens = self._contexts.tokens
+    def propose(self, step: HostStep) -> HostDrafts:
         if self._index is None:
-            self._index = NgramIndex(tokens.shape[0], tokens.shape[1], self.rule)
-        found = self._index.draft(tokens, host.rows, host.num_known, host.num_before, host.room, self.num_draft_tokens)
-        return upload(*found, step)
+            self._index = NgramIndex(step.tokens.shape[0], step.tokens.shape[1], self.rule)
+        return HostDrafts(
+            *self._index.draft(
+                step.tokens, step.rows, step.num_known, step.num_before, step.room, self.num_draft_tokens
+            )
+        )
 
     def release(self, request: Released) -> None:
         """A row's index is begun anew for the next request in it."""

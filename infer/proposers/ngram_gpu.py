@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..planes import Planes
-from .base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
+from .base import DeviceProposer, Drafts, DraftStep, ObservedRows, Released, Requirements
 from .ngram_rule import NgramRule
 
 
-class NgramGpuProposer(Proposer):
+class NgramGpuProposer(DeviceProposer):
     """Drafts by `NgramRule`, in a time that grows with the context's bound and not with what it holds."""
 
     requirements = Requirements(observes=False)

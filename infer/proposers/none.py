@@ -3,10 +3,10 @@
 import torch
 
 from ..planes import Planes
-from .base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
+from .base import DeviceProposer, Drafts, DraftStep, ObservedRows, Released, Requirements
 
 
-class NoneProposer(Proposer):
+class NoneProposer(DeviceProposer):
     """The baseline of every measurement."""
 
     requirements = Requirements(observes=False)

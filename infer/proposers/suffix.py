@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..planes import Planes
-from .base import Drafts, DraftStep, ObservedRows, Proposer, ProposerError, Released, Requirements
-from .host import HostContexts, HostStep, upload_ids, upload_rows
+from .base import ProposerError, Released
+from .host import HostDrafts, HostProposer, HostStep, ragged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +48,8 @@ class SuffixDraft(NamedTuple):
 PACKAGE = "arctic_inference.suffix_decoding"
 
 
-class SuffixProposer(Proposer):
+class SuffixProposer(HostProposer):
     """Drafts from suffix trees. The responses of requests that ran serve later ones, until `forget`."""
-
-    requirements = Requirements(observes=False, on_host=True)
 
     def __init__(
         self,
@@ -64,29 +61,20 @@ class SuffixProposer(Proposer):
         self.num_draft_tokens = num_draft_tokens
         self.settings = settings or SuffixSettings()
         self._responses = [np.ascontiguousarray(response, dtype=np.int32) for response in responses]
-        self._contexts: HostContexts | None = None
         self.cache: Any = self._filled()
 
-    def bind(self, planes: Planes, num_rows: int) -> None:
-        self._contexts = HostContexts(num_rows, self.num_draft_tokens)
-
-    def observe(self, rows: ObservedRows) -> None:
-        """Tokens come with the step that drafts."""
-
-    def propose(self, step: DraftStep) -> Drafts:
-        _, found = self.speculate(step)
-        drafts = upload_ids([draft.token_ids for draft in found], step, self.num_draft_tokens)
+    def propose(self, step: HostStep) -> HostDrafts:
+        found = self.speculate(step)
+        drafts = ragged([draft.token_ids for draft in found], self.num_draft_tokens)
         if not step.wants_confidence:
             return drafts
-        return drafts._replace(confidence=upload_rows(confidence_of(found, self.num_draft_tokens), step))
+        return drafts._replace(confidence=confidence_of(found, self.num_draft_tokens))
 
-    def speculate(self, step: DraftStep) -> tuple[HostStep, list[SuffixDraft]]:
-        """The draft of each real request, empty where nothing is known; takes in what the step before emitted."""
-        assert self._contexts is not None
-        host = self._contexts.update(step)
-        columns = (host.rows, host.num_known, host.num_before, host.prompt_lens, host.room)
-        requests = zip(host.request_ids, *(column.tolist() for column in columns), strict=True)
-        return host, [self._speculate(*request) for request in requests]
+    def speculate(self, step: HostStep) -> list[SuffixDraft]:
+        """The draft of each request, empty where nothing is known; takes in what the step before emitted."""
+        columns = (step.rows, step.num_known, step.num_before, step.prompt_lens, step.room)
+        requests = zip(step.request_ids, *(column.tolist() for column in columns), strict=True)
+        return [self._speculate(request_id, step.tokens[row], *numbers) for request_id, row, *numbers in requests]
 
     def release(self, request: Released) -> None:
         if request.request_id in self.cache.active_requests:
@@ -95,9 +83,9 @@ class SuffixProposer(Proposer):
     def forget(self) -> None:
         self.cache = self._filled()
 
-    def _speculate(self, request_id: int, row: int, known: int, before: int, prompt_len: int, room: int) -> SuffixDraft:
-        assert self._contexts is not None
-        text = self._contexts.tokens[row]
+    def _speculate(
+        self, request_id: int, text: np.ndarray, known: int, before: int, prompt_len: int, room: int
+    ) -> SuffixDraft:
         is_new = request_id not in self.cache.active_requests
         if is_new:
             self.cache.start_request(request_id, text[:prompt_len])

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from ..planes import Planes
-from .base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
+from .base import DeviceProposer, Drafts, DraftStep, ObservedRows, Released, Requirements
 
 _MULTIPLIER = 0x5851F42D4C957F2D  # of Knuth's 64-bit linear congruential generator
 _INCREMENT = 0x14057B7EF767814F
 
 
-class SyntheticProposer(Proposer):
+class SyntheticProposer(DeviceProposer):
     """Drafts that cost nothing. The same seed and position give the same id, whatever else is in the batch."""
 
     requirements = Requirements(observes=False)

@@ -139,7 +139,8 @@ def test_wrong_ngrams_print_no_figure(name, tmp_path, capsys, monkeypatch) -> No
 
     def late(self, step):
         drafts = real(self, step)
-        return drafts._replace(token_ids=drafts.token_ids.roll(1, dims=1))
+        ids = drafts.token_ids
+        return drafts._replace(token_ids=ids[:, [-1, *range(ids.shape[1] - 1)]])
 
     monkeypatch.setattr(kind, "propose", late)
     arguments = ("drafting", *TINY, "--requests", 3, "--context", 300)

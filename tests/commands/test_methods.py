@@ -16,7 +16,7 @@ from spectrain.infer.target import Target
 from spectrain.tests.commands.evaluations import one_line, run
 from spectrain.tests.commands.test_self_chat import tokenizer
 from spectrain.tests.gemma4_assistants import assistant_of
-from spectrain.tests.infer.draft_steps import bound, drafted, step_of
+from spectrain.tests.infer.draft_steps import bound, drafts_for
 from spectrain.tests.models import gemma4
 from spectrain.tests.suffix_package import NEEDS_SUFFIX
 
@@ -240,7 +240,7 @@ class TestOptionsChangeDrafts:
         tokens = draft_tokens(method, options, {})
         target = type("NoTarget", (), {"vocab_size": 100})()
         proposer = proposer_maker(method, options, target, None, tokens)(EngineConfig(num_draft_tokens=tokens.engine))
-        return drafted(bound(proposer, 1).propose(step_of([self.TEXT], prompt_lens=[len(self.TEXT)])))[0]
+        return drafts_for(bound(proposer, 1), [self.TEXT], prompt_lens=[len(self.TEXT)])[0]
 
     @pytest.mark.parametrize("method", ["ngram", "ngram_gpu"])
     def test_ngram(self, method) -> None:

@@ -1,21 +1,24 @@
 """Proposers the engine tests need: drafts that are right until they are not, and drafts that are never meant to be."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from spectrain.infer.planes import Planes
-from spectrain.infer.proposers.base import Drafts, DraftStep, ObservedRows, Proposer, Released, Requirements
+from spectrain.infer.proposers.base import DeviceProposer, Drafts, DraftStep, ObservedRows, Released, Requirements
+from spectrain.infer.proposers.host import HostDrafts, HostProposer, HostStep
 
 
-def keep_drafts(proposer: Proposer) -> dict[tuple[int, int], list[int]]:
+def keep_drafts(proposer: DeviceProposer | HostProposer) -> dict[tuple[int, int], list[int]]:
     """Everything a proposer drafts from now on, by request and number of known tokens."""
     found: dict[tuple[int, int], list[int]] = {}
-    propose = proposer.propose
+    propose: Callable[[Any], Any] = proposer.propose
 
-    def keep(step: DraftStep) -> Drafts:
+    def keep(step: DraftStep | HostStep) -> Drafts | HostDrafts:
         drafts = propose(step)
-        for i, (request, length) in enumerate(zip(step.request_ids, step.seq_lens.tolist(), strict=True)):
+        known = step.seq_lens if isinstance(step, DraftStep) else step.num_known
+        for i, (request, length) in enumerate(zip(step.request_ids, known.tolist(), strict=True)):
             found[request, length] = drafts.token_ids[i, : drafts.lengths[i]].tolist()
         return drafts
 
@@ -23,7 +26,7 @@ def keep_drafts(proposer: Proposer) -> dict[tuple[int, int], list[int]]:
     return found
 
 
-class RecordingProposer(Proposer):
+class RecordingProposer(DeviceProposer):
     """Proposes nothing and keeps every row it was shown, per request, in the order of arrival."""
 
     def __init__(self, layer_ids: tuple[int, ...] = ()) -> None:

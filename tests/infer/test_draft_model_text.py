@@ -231,7 +231,7 @@ def test_past_the_draft_models_positions_nothing_is_drafted(target, plain, tmp_p
 def test_it_serves_beside_suffix_trees(target, plain, tmp_path: Path):
     between = Translation(text_of("gpt"), text_of("qwen"))
     head = proposer(target, loaded(reciter("qwen"), tmp_path), between)
-    engine = Engine(target, HybridProposer(SuffixProposer(K), head, target.vocab_size), CONFIG)
+    engine = Engine(target, HybridProposer(SuffixProposer(K), head), CONFIG)
     assert [o.token_ids for o in engine.generate(prompts(), GREEDY)] == plain
     assert engine.statistics.accepted_tokens > 0
 

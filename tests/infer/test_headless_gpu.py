@@ -20,7 +20,7 @@ from spectrain.infer.proposers.suffix import SuffixProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
 from spectrain.tests.fresh import fresh_proposer
-from spectrain.tests.infer.draft_steps import drafted, step_of
+from spectrain.tests.infer.draft_steps import drafted, drafts_for, step_of
 from spectrain.tests.models import rand_llama
 from spectrain.tests.suffix_package import NEEDS_SUFFIX
 
@@ -66,12 +66,12 @@ def test_greedy_output_is_the_targets_own(target, kind) -> None:
 @pytest.mark.parametrize("sampling", ["greedy", "probabilistic"])
 def test_the_head_of_a_hybrid_is_recorded_and_prompts_beside_it(target, sampling) -> None:
     plain, _ = decode(target, NoneProposer(), num_draft_tokens=0)
-    hybrid = HybridProposer(SuffixProposer(K), fresh_proposer("eagle3", target, 2, sampling), target.vocab_size)
+    hybrid = HybridProposer(SuffixProposer(K), fresh_proposer("eagle3", target, 2, sampling))
     said, engine = decode(target, hybrid)
     assert said == plain and engine.not_recorded is None and engine.runner.graphs is not None
     recorded = {(stage, place == "mixed") for stage, place, *_ in engine.runner.graphs._recorded}
-    taken = {("take", False)} if sampling == "greedy" else set()  # laws go straight to the table
-    assert recorded == taken | set(itertools.product(("target", "verify", "observe", "draft"), (True, False)))
+    stages = ("target", "verify", "observe", "brief", "take")
+    assert recorded == {("follow", False)} | set(itertools.product(stages, (True, False)))
     assert engine.statistics.accepted_tokens > 0
 
 
@@ -79,11 +79,12 @@ def test_the_head_of_a_hybrid_is_recorded_and_prompts_beside_it(target, sampling
 def test_device_drafts_are_the_hosts_recorded_or_not(occurrence) -> None:
     rng, rule = np.random.default_rng(0), dataclasses.replace(RULE, occurrence=occurrence)
     texts = [rng.integers(0, 3 + 40 * (i % 5), int(rng.integers(1, 900))).tolist() for i in range(33)]
-    on_host = step_of(texts, width=1000, room=[i % 7 for i in range(33)])
-    step = on_host._replace(**{n: v.cuda() for n, v in on_host._asdict().items() if isinstance(v, torch.Tensor)})
+    fields = {"width": 1000, "room": [i % 7 for i in range(33)]}
+    step = step_of(texts, **fields)
+    step = step._replace(**{n: v.cuda() for n, v in step._asdict().items() if isinstance(v, torch.Tensor)})
     host, device = NgramProposer(K, rule), NgramGpuProposer(K, rule)
     host.bind(Planes((), 1, 1, torch.device("cpu")), 33)
-    expected = drafted(host.propose(on_host))
+    expected = drafts_for(host, texts, **fields)
     assert drafted(device.propose(step)) == expected
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()

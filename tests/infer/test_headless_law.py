@@ -52,12 +52,12 @@ PROPOSERS = {
     "ngram_gpu": lambda target: NgramGpuProposer(3, RULE),
     "suffix": lambda target: suffix(),
     "custom": lambda target: CustomProposer(f"{__name__}:Likeliest", CONFIG, VOCAB),
-    "suffix and a law": lambda target: HybridProposer(suffix(), LawProposer(bigram_law(), 3), VOCAB),
+    "suffix and a law": lambda target: HybridProposer(suffix(), LawProposer(bigram_law(), 3)),
     "suffix and sampled point masses": lambda target: HybridProposer(
-        suffix(), LawProposer(bigram_law(), 3, point_mass=True), VOCAB
+        suffix(), LawProposer(bigram_law(), 3, point_mass=True)
     ),
-    "suffix+eagle3": lambda target: HybridProposer(suffix(), eagle3(target, VOCAB), VOCAB),
-    "suffix+eagle3, reduced vocabulary": lambda target: HybridProposer(suffix(), eagle3(target, 3), VOCAB),
+    "suffix+eagle3": lambda target: HybridProposer(suffix(), eagle3(target, VOCAB)),
+    "suffix+eagle3, reduced vocabulary": lambda target: HybridProposer(suffix(), eagle3(target, 3)),
 }
 
 
@@ -115,8 +115,9 @@ def test_a_choice_that_looks_at_drawn_tokens_is_seen(target, monkeypatch) -> Non
 
     def p(samples: int) -> float:
         own_text = suffix(max_factor=1.0, max_cached_requests=0)
-        return law_p(target, HybridProposer(own_text, LawProposer(law, 3), VOCAB), LONG, samples, temperature=1.0)[0]
+        return law_p(target, HybridProposer(own_text, LawProposer(law, 3)), LONG, samples, temperature=1.0)[0]
 
     assert p(SAMPLES) > 1e-4
-    monkeypatch.setattr(hybrid, "_head_promises", lambda drafts, own, lengths: hybrid._promised(own, lengths))
+    of_head = hybrid._of_head
+    monkeypatch.setattr(hybrid, "_of_head", lambda drafts, *rest: of_head(drafts._replace(drawn=False), *rest))
     assert p(2 * SAMPLES) < 1e-5

@@ -4,15 +4,14 @@ import time
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spectrain.infer.proposers.base import Proposer, ProposerError, Released
+from spectrain.infer.proposers.base import ProposerError, Released
 from spectrain.infer.proposers.ngram import NgramProposer
 from spectrain.infer.proposers.ngram_gpu import NgramGpuProposer
 from spectrain.infer.proposers.ngram_rule import NgramRule
-from spectrain.tests.infer.draft_steps import bound, drafted, step_of
+from spectrain.tests.infer.draft_steps import bound, drafted, drafts_for, host_step_of, step_of
 
 K = 4
 BOTH = pytest.mark.parametrize("kind", [NgramProposer, NgramGpuProposer])
@@ -25,10 +24,6 @@ def brute_force(text: list[int], rule: NgramRule, most: int) -> list[int]:
             begin = places[0 if rule.occurrence == "earliest" else -1] + n
             return text[begin : begin + max(most, 0)]
     return []
-
-
-def proposals(proposer: Proposer, texts: list[list[int]], **fields) -> list[list[int]]:
-    return drafted(proposer.propose(step_of(texts, **fields)))
 
 
 @st.composite
@@ -55,8 +50,8 @@ def test_host_and_device_draft_what_a_search_from_scratch_finds(case, data) -> N
     cuts = [data.draw(st.integers(1, len(text))) for text in texts]
     for known in ([text[:cut] for text, cut in zip(texts, cuts, strict=True)], texts):
         expected = [brute_force(text, rule, min(K, left)) for text, left in zip(known, room, strict=True)]
-        assert proposals(host, known, room=room) == expected
-        assert proposals(device, known, room=room) == expected
+        assert drafts_for(host, known, room=room) == expected
+        assert drafts_for(device, known, room=room) == expected
 
 
 @BOTH
@@ -64,55 +59,54 @@ def test_longest_match_wins_and_ties_go_to_the_earliest_or_the_latest(kind) -> N
     text = [1, 2, 9, 1, 2, 8, 1, 2]
     for occurrence, expected in (("earliest", [9, 1, 2, 8]), ("latest", [8, 1, 2])):
         rule = NgramRule(min_n=1, max_n=3, occurrence=occurrence)
-        assert proposals(bound(kind(K, rule), 1), [text]) == [expected]
+        assert drafts_for(bound(kind(K, rule), 1), [text]) == [expected]
     # a match of two tokens beats the earlier one of one token
-    assert proposals(bound(kind(K, NgramRule(min_n=1, max_n=2)), 1), [[2, 5, 1, 2, 6, 1, 2]]) == [[6, 1, 2]]
+    assert drafts_for(bound(kind(K, NgramRule(min_n=1, max_n=2)), 1), [[2, 5, 1, 2, 6, 1, 2]]) == [[6, 1, 2]]
 
 
 @BOTH
 def test_output_is_searched_like_the_prompt(kind) -> None:
     proposer = bound(kind(K, NgramRule(min_n=2, max_n=2)), 1)
-    assert proposals(proposer, [[1, 2, 3]]) == [[]]
-    assert proposals(proposer, [[1, 2, 3, 4, 5, 3, 4]]) == [[5, 3, 4]]
+    assert drafts_for(proposer, [[1, 2, 3]]) == [[]]
+    assert drafts_for(proposer, [[1, 2, 3, 4, 5, 3, 4]]) == [[5, 3, 4]]
 
 
 @BOTH
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
 def test_texts_shorter_than_the_ngram_draft_nothing_and_an_ngram_never_matches_itself(kind, length) -> None:
     proposer = bound(kind(K, NgramRule(min_n=2, max_n=5)), 1)
-    assert proposals(proposer, [list(range(10, 10 + length))]) == [[]]
-    assert proposals(bound(kind(K, NgramRule(min_n=5, max_n=5)), 1), [[3] * length]) == [[]]
+    assert drafts_for(proposer, [list(range(10, 10 + length))]) == [[]]
+    assert drafts_for(bound(kind(K, NgramRule(min_n=5, max_n=5)), 1), [[3] * length]) == [[]]
 
 
 @BOTH
 def test_an_occurrence_may_overlap_the_end_of_the_text(kind) -> None:
-    assert proposals(bound(kind(K, NgramRule(min_n=2, max_n=5)), 1), [[3] * 6]) == [[3]]
-    assert proposals(bound(kind(K, NgramRule(min_n=2, max_n=2)), 1), [[3] * 6]) == [[3, 3, 3, 3]]
+    assert drafts_for(bound(kind(K, NgramRule(min_n=2, max_n=5)), 1), [[3] * 6]) == [[3]]
+    assert drafts_for(bound(kind(K, NgramRule(min_n=2, max_n=2)), 1), [[3] * 6]) == [[3, 3, 3, 3]]
 
 
 @BOTH
 def test_room_near_the_context_limit_cuts_the_draft(kind) -> None:
     for left, expected in ((0, []), (1, [7]), (2, [7, 8]), (99, [7, 8, 1, 2])):
         proposer = bound(kind(K, NgramRule(min_n=2, max_n=2)), 1)
-        assert proposals(proposer, [[1, 2, 7, 8, 1, 2]], room=left, width=6 + K + 2) == [expected]
+        assert drafts_for(proposer, [[1, 2, 7, 8, 1, 2]], room=left, width=6 + K + 2) == [expected]
     # a table without a place behind the text
-    assert proposals(bound(kind(K, NgramRule(min_n=2, max_n=2)), 1), [[1, 2, 7, 1, 2]], width=5) == [[7, 1, 2]]
+    assert drafts_for(bound(kind(K, NgramRule(min_n=2, max_n=2)), 1), [[1, 2, 7, 1, 2]], width=5) == [[7, 1, 2]]
 
 
 @BOTH
 def test_a_row_that_passes_to_another_request_forgets_the_first(kind) -> None:
     proposer = bound(kind(K, NgramRule(min_n=2, max_n=2)), 2)
-    assert proposals(proposer, [[1, 2, 3, 1, 2]], request_ids=[5], num_rows=2) == [[3, 1, 2]]
+    assert drafts_for(proposer, [[1, 2, 3, 1, 2]], request_ids=[5], num_rows=2) == [[3, 1, 2]]
     proposer.release(Released(5, [], 4, True))
-    assert proposals(proposer, [[4, 4, 9, 1, 2, 6]], request_ids=[6], num_rows=2) == [[]]
-    assert proposals(proposer, [[4, 4, 9, 1, 2, 6, 1, 2]], request_ids=[6], num_rows=2) == [[6, 1, 2]]
+    assert drafts_for(proposer, [[4, 4, 9, 1, 2, 6]], request_ids=[6], num_rows=2) == [[]]
+    assert drafts_for(proposer, [[4, 4, 9, 1, 2, 6, 1, 2]], request_ids=[6], num_rows=2) == [[6, 1, 2]]
     # one that comes back in another row, as after a preemption, is known there too
-    assert proposals(proposer, [[1, 2, 3, 1, 2, 8, 1, 2]], request_ids=[5], rows=[1]) == [[3, 1, 2, 8]]
+    assert drafts_for(proposer, [[1, 2, 3, 1, 2, 8, 1, 2]], request_ids=[5], rows=[1]) == [[3, 1, 2, 8]]
 
 
-@BOTH
-def test_padding_drafts_nothing(kind) -> None:
-    proposer = bound(kind(K, NgramRule(min_n=1, max_n=2)), 3)
+def test_padding_drafts_nothing() -> None:
+    proposer = bound(NgramGpuProposer(K, NgramRule(min_n=1, max_n=2)), 3)
     step = step_of([[1, 2, 3, 1, 2], [7], [7]], request_ids=[4], rows=[0, 2, 2], room=[9, 0, 0])
     assert drafted(proposer.propose(step)) == [[3, 1, 2], [], []]
 
@@ -124,22 +118,7 @@ def test_steps_that_did_not_draft_are_caught_up_with(kind) -> None:
     text = rng.integers(0, 4, 60).tolist()
     proposer, rule = bound(kind(K, NgramRule(min_n=2, max_n=4)), 1), NgramRule(min_n=2, max_n=4)
     for known in (3, 4, 20, 25, 59, 60):
-        assert proposals(proposer, [text[:known]]) == [brute_force(text[:known], rule, K)]
-
-
-def test_a_context_is_copied_from_the_device_once(monkeypatch) -> None:
-    copied = []
-    real = torch.Tensor.cpu
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda self, *rest: (copied.append(self.numel()), real(self))[1])
-    rng = np.random.default_rng(1)
-    text = rng.integers(0, 9, 500).tolist()
-    proposer = bound(NgramProposer(K, NgramRule(min_n=2, max_n=3)), 1)
-    proposals(proposer, [text[:400]], width=512)
-    assert sum(copied) <= 400 + K + 1 + 4
-    copied.clear()
-    for known in range(403, 500, 3):
-        proposals(proposer, [text[:known]], width=512)
-    assert copied == [K + 1 + 4] * 33, "a step copies what it may have added, whatever the context"
+        assert drafts_for(proposer, [text[:known]]) == [brute_force(text[:known], rule, K)]
 
 
 def test_a_step_costs_the_tokens_it_adds_and_not_the_context() -> None:
@@ -148,13 +127,12 @@ def test_a_step_costs_the_tokens_it_adds_and_not_the_context() -> None:
     def seconds(length: int) -> float:
         rule = NgramRule(min_n=2, max_n=4)
         text = rng.integers(0, 50, length + 200).tolist()
-        step = step_of([text[:length]], width=length + 300)
-        step.tokens[0, : len(text)] = torch.tensor(text, dtype=torch.int32)
         proposer, took = bound(NgramProposer(K, rule), 1), []
-        proposer.propose(step)
+        proposer.propose(host_step_of(proposer, [text[:length]], width=length + 300))
         for known in range(length + 1, length + 201):
+            step = host_step_of(proposer, [text[:known]])
             begun = time.perf_counter()
-            drafts = proposer.propose(step._replace(seq_lens=torch.tensor([known])))
+            drafts = proposer.propose(step)
             took.append(time.perf_counter() - begun)
             if known % 50 == 0:
                 assert drafted(drafts) == [brute_force(text[:known], rule, K)]
@@ -172,7 +150,7 @@ def test_a_long_text_grows_the_index_and_keeps_what_it_knew(kind, occurrence) ->
     proposer = bound(kind(K, rule), 3)
     for known in (*range(1, 1500, 97), 1500):
         some = [text[:known] for text in texts]
-        assert proposals(proposer, some, width=1510) == [brute_force(text, rule, K) for text in some]
+        assert drafts_for(proposer, some, width=1510) == [brute_force(text, rule, K) for text in some]
 
 
 def test_bounds_that_are_missing_or_wrong() -> None:

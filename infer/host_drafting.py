@@ -1,0 +1,101 @@
+"""Drafting on the host, between two steps on the device.
+
+What the host needs is copied while the device still runs what it has; from then on the device waits, so little is done
+before the next step is launched: the texts grow, the proposer drafts, and one small copy and one recorded call put the
+drafts where the next step finds them.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .flight import Flight, Undrafted
+from .graphs import call
+from .proposers.base import Drafts
+from .proposers.host import HostDrafts, HostProposer, InnerDrafts
+from .stages import Stages
+from .texts import HostTexts
+
+
+class HostDrafting:
+    """Tells a proposer on the host what steps emitted, and has its drafts taken."""
+
+    def __init__(self, proposer: HostProposer, stages: Stages) -> None:
+        self.proposer, self.stages, self.table = proposer, stages, stages.table
+        self.texts = HostTexts(*self.table.tokens.shape)
+        self._chosen: dict[int | str, Tensor] = {}  # what recorded calls read, by their key
+        self._confidence: dict[int | str, Tensor] = {}
+        self._nameable: np.ndarray | None = None
+
+    def draft(self, flight: Flight, step: Undrafted) -> Tensor | None:
+        """Takes in what a step emitted and, where it was briefed, has its requests draft; `Stages.take`.
+
+        Waits for the step.
+        """
+        told, brief = flight.read()
+        samplers = flight.samplers
+        alive = [i for i, request in enumerate(samplers) if not request.finish_reason]
+        rows = np.array([samplers[i].slot for i in alive], dtype=np.int64)
+        self.texts.append(rows, told[alive, :-3], told[alive, -3])
+        flight.waiting = {}
+        if brief is None or not alive:
+            return None
+        brief, ids = brief[alive], [samplers[i].request_id for i in alive]
+        room = brief[:, 0]
+        made = self.proposer.propose(
+            self.texts.step(
+                ids,
+                rows,
+                room,
+                wants_confidence=self.stages.estimator is not None,
+                inner=self._inner(step.inner, brief),
+            )
+        )
+        lengths = self._fitting(made, room)
+        places = np.arange(len(step.drafting))[step.places][alive]
+        promised = self.take(step, made._replace(lengths=lengths), places)
+        flight.waiting = dict(zip(ids, lengths.tolist(), strict=True))
+        return promised
+
+    def take(self, step: Undrafted, drafts: HostDrafts, places: Sequence[int] | np.ndarray) -> Tensor | None:
+        """Puts drafts of the requests at `places` where the next step finds them; `Stages.take`."""
+        k, width = self.stages.num_draft_tokens, drafts.token_ids.shape[1]
+        chosen = np.zeros((len(step.drafting), k + 2), dtype=np.int64)
+        chosen[places, :width], chosen[places, k] = drafts.token_ids, drafts.lengths
+        if drafts.of_inner is not None:
+            chosen[places, k + 1] = drafts.of_inner
+        confidence = None
+        if self.stages.estimator is not None:
+            confidence = np.full((len(step.drafting), k), np.nan, dtype=np.float32)  # not told
+            if drafts.confidence is not None:
+                confidence[places, :width] = drafts.confidence
+        kept = self._kept(self._chosen, step, chosen)
+        sure = None if confidence is None else self._kept(self._confidence, step, confidence)
+        return call(step.graphs, ("take", step.key), self.stages.take, step.drafting, kept, sure, step.inner)
+
+    def _kept(self, buffers: dict[int | str, Tensor], step: Undrafted, values: np.ndarray) -> Tensor:
+        """The values on the device, where a recorded call reads them."""
+        host = torch.from_numpy(values)
+        if step.graphs is None:
+            return host.to(self.table.device, non_blocking=True)
+        if step.key not in buffers:
+            buffers[step.key] = torch.empty_like(host, device=self.table.device)
+        return buffers[step.key].copy_(host, non_blocking=True)
+
+    def _inner(self, drafts: Drafts | None, brief: np.ndarray) -> InnerDrafts | None:
+        if drafts is None:
+            return None
+        count, drawn = drafts.token_ids.shape[1], drafts.log_probs is not None
+        columns = self.stages.columns_of(drafts.token_map) if drawn else None
+        if self._nameable is None and columns is not None:
+            self._nameable = columns.cpu().numpy() >= 0
+        sure = np.ascontiguousarray(brief[:, 2 + count :]).view(np.float64)
+        return InnerDrafts(brief[:, 2 : 2 + count], brief[:, 1], sure, drawn, self._nameable)
+
+    def _fitting(self, drafts: HostDrafts, room: np.ndarray) -> np.ndarray:
+        """How many drafts of each request [n] the next step will find: what `Stages.take` leaves of them."""
+        ids = drafts.token_ids
+        known = (ids >= 0) & (ids < self.stages.target.vocab_size)
+        return np.minimum(np.minimum(drafts.lengths, room), known.cumprod(axis=1).sum(axis=1))
