@@ -18,6 +18,7 @@ from ..infer.request import FinishReason, RequestOutput
 from ..infer.sampling import SamplingParams
 from ..infer.target import Target
 from .engines import build_engine
+from .outputs import check_files
 
 SENTINEL = "sentinel-7f3a9c"
 SHORTEST_TOKENS = 3
@@ -87,6 +88,12 @@ def write_conversations(target: Target, settings: SelfChat, out: Path) -> Counts
                     f"({counts.dropped}); this model does not write both sides of a chat: give real conversations"
                 )
     return counts
+
+
+def check_out(out: Path) -> None:
+    """Raises OutputError where conversations cannot be written to `out`, or beside it how far they have come."""
+    check_files(out)
+    check_files(_progress_path(out))
 
 
 def user_headers(target: Target) -> Headers:
