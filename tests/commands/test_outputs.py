@@ -50,8 +50,11 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str, Path], str]:
-    """What a command says of its output, in which nothing may have changed."""
+def refusal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str, Path], str]:
+    """What a command says of its output; nothing may have changed on the disk."""
+    monkeypatch.chdir(tmp_path)
 
     def run(command: str, out: Path) -> str:
         before = contents(tmp_path)
@@ -136,6 +139,14 @@ def test_reports_beside_a_record_are_looked_at_first(tmp_path, refusal) -> None:
     assert "batch-64;" in refusal("bench methods", tmp_path / "a.json")
 
 
+def test_conversations_are_not_added_to_anothers_file(tmp_path, capsys) -> None:
+    (tmp_path / "a.jsonl").write_text("mine")
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["data", "self-chat", *COMMANDS["data self-chat"], str(tmp_path / "a.jsonl")])
+    assert "not begun by self-chat" in one_line(int(leaving.value.code or 0), capsys.readouterr().err)
+    assert (tmp_path / "a.jsonl").read_text() == "mine"
+
+
 @NEVER_CLOSED
 def test_a_record_that_may_not_be_written_is_not_overwritten(tmp_path, refusal) -> None:
     (tmp_path / "a.json").write_text("mine")
@@ -144,8 +155,7 @@ def test_a_record_that_may_not_be_written_is_not_overwritten(tmp_path, refusal) 
 
 
 @pytest.mark.parametrize("command", FILES)
-def test_the_folder_one_is_in_is_no_file(command, refusal, monkeypatch, tmp_path) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_folder_one_is_in_is_no_file(command, refusal) -> None:
     assert "must be a file" in refusal(command, Path("."))
 
 
