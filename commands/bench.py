@@ -15,10 +15,10 @@ from .bench_tables import heads, methods
 from .benchmarks.options import (
     BatchSizes,
     Context,
+    CountError,
     Drafts,
     Limit,
     OutFile,
-    OutputError,
     Prompts,
     Shape,
     Steps,
@@ -157,7 +157,7 @@ def verify(
     from .benchmarks.record import numbers
 
     if rejection_batch < 0:
-        raise OutputError(f"--rejection-batch must be 0 or more, found {rejection_batch}")
+        raise CountError(f"--rejection-batch must be 0 or more, found {rejection_batch}")
     survival_of_length(acceptance_length, num_draft_tokens)  # refuses what does not fit before anything runs
     sizes = sorted(numbers(batch_sizes, "--batch-sizes"))
     source = _source(model, shape, device, dtype)

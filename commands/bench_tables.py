@@ -14,6 +14,7 @@ from .benchmarks.options import (
     check_out,
     plain_settings,
 )
+from .eval_folder import check_folder
 from .method_options import DraftModel
 from .options import AllowPackage, Device, Dtype, Eager, MaxLength, Model, Overwrite, Seed
 from .sampling_options import MaxNewTokens, Temperature
@@ -140,11 +141,14 @@ def methods(
     reports stand in a folder beside the record, one a batch size. Also written: the tables as Markdown.
     """
     settings = dict(locals())
-    check_out(out, overwrite, beside=[out.with_suffix(".md")], limit=limit, max_new_tokens=max_new_tokens)
+    check_out(out, overwrite, beside=[".md"], limit=limit, max_new_tokens=max_new_tokens)
     from .benchmarks import methods as benchmark
     from .benchmarks.record import Record, finish, numbers
     from .devices import device_of
     from .eval import Options, run
+
+    def reports(batch_size: int) -> Path:
+        return out.with_suffix("") / f"batch-{batch_size}"
 
     def decode(batch_size: int) -> "list[MethodResult]":
         options = Options(
@@ -163,12 +167,15 @@ def methods(
             eager=eager,
             device=device,
             dtype=dtype,
-            out=out.with_suffix("") / f"batch-{batch_size}",
+            out=reports(batch_size),
             overwrite=overwrite,
         )
         return run(options, quiet=True)
 
-    work = benchmark.Work(sorted(numbers(batch_sizes, "--batch-sizes")), decode)
+    sizes = sorted(numbers(batch_sizes, "--batch-sizes"))
+    for batch_size in sizes:
+        check_folder(reports(batch_size), overwrite)
+    work = benchmark.Work(sizes, decode)
     settings["prompts"] = [path.name for path in prompts]
     settings |= {n: path and path.name for n, path in (("head", head), ("draft_model", draft_model))}
     settings["model"] = model.rstrip("/").rpartition("/")[2]

@@ -16,7 +16,7 @@ EDITS = (
 
 
 class CodeEditsError(ValueError):
-    """A file that holds no functions to edit, or one that is there already; the message says what to do."""
+    """A file that holds no functions to edit; the message says what to do."""
 
 
 def write_code_edits(source: Path, out: Path) -> int:

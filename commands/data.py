@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from .options import Device, Dtype, MaxLength, Model, Overwrite, Seed
+from .outputs import check_new_files
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -39,11 +40,12 @@ def self_chat(
     Unclosed, duplicate and degenerate conversations are dropped and counted.
     """
     from .devices import device_of, dtype_of
-    from .self_chat import SelfChat, write_conversations
+    from .self_chat import SelfChat, check_out, write_conversations
 
     settings = SelfChat(
         num=num, max_new_tokens=max_new_tokens, temperature=temperature, batch_size=batch_size, seed=seed
     )
+    check_out(out)
     where = device_of(device)
     from ..infer.target import Target
 
@@ -62,8 +64,7 @@ def code_edits(
     overwrite: Overwrite = False,
 ) -> None:
     """Prompts that ask for a small change to a whole function: answers repeat most of the prompt."""
-    from .code_edits import CodeEditsError, write_code_edits
+    from .code_edits import write_code_edits
 
-    if out.exists() and not overwrite:
-        raise CodeEditsError(f"{out} is there already; pass --overwrite or another --out")
+    check_new_files(out, overwrite=overwrite)
     print(f"{write_code_edits(source, out)} prompts in {out}")

@@ -210,10 +210,10 @@ def evaluate(
 
 def run(options: Options, *, quiet: bool = False) -> "list[MethodResult]":
     """Measures every method on every prompt file, writes the report folder and, unless `quiet`, prints the table."""
+    check_folder(options.out, options.overwrite)
     check_one_device(options)
     options = with_draft_model(options)
     names = methods_of(options)
-    check_folder(options.out, options.overwrite)
     _check_counts(options)
     params = sampling_params(options)
     from ..infer.evaluate import compare

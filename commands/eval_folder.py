@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .methods import PLAIN
-from .outputs import obstacle
+from .outputs import check_folders
 
 if TYPE_CHECKING:
     from ..infer.evaluate import Measured
@@ -18,13 +18,12 @@ FILES = ("report.json", "report.html", "outputs.jsonl")
 
 
 class EvalFolderError(ValueError):
-    """A folder that cannot take a report; the message says what could."""
+    """A folder that holds a report already; the message says what to do."""
 
 
 def check_folder(out: Path, overwrite: bool) -> None:
-    """Raises EvalFolderError where no report can be written or one would be lost."""
-    if found := obstacle(out):
-        raise EvalFolderError(f"--out must be a folder that can be written, found {found}; choose another")
+    """Raises OutputError where no report can be written, EvalFolderError where one would be lost."""
+    check_folders(out)
     present = [name for name in FILES if (out / name).exists()]
     if present and not overwrite:
         raise EvalFolderError(f"{out} already holds {present[0]}; pass --overwrite or another --out")

@@ -29,6 +29,7 @@ from ..extract.extraction import (
 from ..extract.generation import GenerationSettings, TextWriter
 from ..extract.manifest import Manifest, ShardEntry
 from ..extract.plan import ExtractionError, Plan, plan_extraction
+from ..extract.shards import TARGET_FOLDER
 from ..heads.base import HeadConfig, TargetFacts
 from ..infer.prompts import Prompt, load_prompts
 from ..infer.target import Target
@@ -36,6 +37,7 @@ from ..recipes.loader import Recipe, load_recipe
 from ..train.assembly import head_config
 from .devices import device_of
 from .options import Device, Model
+from .outputs import check_folders
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -77,6 +79,7 @@ def extract(
     if workers.rank != 0:
         console.quiet = True
     if workers.rank == 0:
+        check_folders(out, out / TARGET_FOLDER, *(() if generate is None else (out / TEXT_FOLDER,)))
         check_folder(out, resume=resume, overwrite=overwrite)
     workers.wait()
     target = Target.load(model, device=chosen, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)

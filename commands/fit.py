@@ -1,5 +1,6 @@
 """`spectrain fit`: a trained draft head from shards."""
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..recipes.loader import load_recipe
+from .outputs import check_folders
 
 if TYPE_CHECKING:
     from ..train.run import FitReport
@@ -53,6 +55,8 @@ def fit(
         raise FitInputError("fit needs at least one shard folder, found none; pass --shards DIR")
     if out is None:
         raise FitInputError("fit needs a folder for the head, found none; pass --out DIR")
+    if os.environ.get("RANK", "0") == "0":  # the others may lie on machines that see another disk
+        check_folders(out, out / "run")
     from ..train.run import FitRequest
     from ..train.run import fit as run_fit
 

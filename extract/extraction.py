@@ -118,8 +118,6 @@ class Need:
 
 def check_folder(out: Path, *, resume: bool, overwrite: bool) -> None:
     """Raises ExtractionError where the folder holds a run and neither option says what to do with it."""
-    if out.exists() and not out.is_dir():
-        raise ExtractionError(f"--out must be a folder, found a file at {out}; choose another name")
     if resume and overwrite:
         raise ExtractionError("expected --resume or --overwrite, found both; give one")
     present = [name for name in _OURS if (out / name).exists()] + [

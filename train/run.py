@@ -141,8 +141,6 @@ def _check_folder(request: FitRequest) -> None:
     out = request.out
     if request.resume and request.overwrite:
         raise CheckpointError("expected --resume or --overwrite, found both; give one")
-    if out.exists() and not out.is_dir():
-        raise CheckpointError(f"--out must be a folder, found a file at {out}; choose another name")
     if not out.is_dir() or not any(out.iterdir()):
         return
     if not (request.resume or request.overwrite):

@@ -1,13 +1,12 @@
 """Options and checks that several benchmarks share."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..outputs import obstacle
+from ..outputs import OutputError, check_new_files
 
 Prompts = Annotated[list[Path], typer.Option(help="JSONL files of prompts; one row of the table a file.")]
 Limit = Annotated[int, typer.Option(help="Prompts a file.")]
@@ -23,32 +22,26 @@ Drafts = Annotated[int, typer.Option(help="Draft tokens a step.")]
 OutFile = Annotated[Path, typer.Option(help="The JSON file to write.")]
 
 
-class OutputError(ValueError):
-    """The output file may not be written, or a number is too small."""
+class CountError(ValueError):
+    """A number is too small."""
 
 
-def check_out(out: Path, overwrite: bool, *, beside: Sequence[Path] = (), **at_least_one: int) -> None:
-    """Raises OutputError for a count below one, or a record that cannot be written or is there already.
+def check_out(out: Path, overwrite: bool, *, beside: Sequence[str] = (), **at_least_one: int) -> None:
+    """Raises CountError for a count below one, OutputError for a record that cannot be written or is there already.
 
-    `beside` are further files that the benchmark writes.
+    `beside` are the suffixes of further files that the benchmark writes.
     """
     check_counts(at_least_one)
-    if found := obstacle(out.absolute().parent):
-        raise OutputError(f"--out must be in a folder that can be written, found {found}; choose another")
     if out.suffix != ".json":
         raise OutputError(f"--out must be a file whose name ends in .json, found {out}; choose another name")
-    for path in (out, *beside):
-        if os.path.lexists(path) and not path.is_file():
-            raise OutputError(f"--out must be a file, found something else at {path}; choose another name")
-        if path.exists() and not overwrite:
-            raise OutputError(f"{path} is there already; pass --overwrite or another --out")
+    check_new_files(out, *map(out.with_suffix, beside), overwrite=overwrite)
 
 
 def check_counts(at_least_one: Mapping[str, int]) -> None:
-    """Raises OutputError for an option's count below one."""
+    """Raises CountError for an option's count below one."""
     for name, value in at_least_one.items():
         if value < 1:
-            raise OutputError(f"--{name.replace('_', '-')} must be at least 1, found {value}")
+            raise CountError(f"--{name.replace('_', '-')} must be at least 1, found {value}")
 
 
 def plain_settings(settings: dict[str, Any]) -> dict[str, Any]:

@@ -315,12 +315,6 @@ def test_a_published_head_tells_nothing_of_its_machine() -> None:
     assert without_paths(given) == told
 
 
-def test_a_file_in_the_way_is_named(shards: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("mine")
-    with pytest.raises(CheckpointError, match="--out must be a folder"):
-        run(shards, tmp_path / "out")
-
-
 def test_the_best_value_survives_a_resume(shards: Path, unbroken: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     stop_at(shards, out, 5)

@@ -10,6 +10,7 @@ from ....infer.target import Target
 from ....train.trainer import TrainingError
 from ...devices import device_of, dtype_of
 from ...heads import load_trained
+from ...outputs import check_folders
 from ...prompt_sets import check_draft_length, read_prompts
 from ..record import BenchError, Record
 from .estimate import START_SECONDS, Clock, minutes, product_speed, training_seconds
@@ -55,9 +56,10 @@ class Job:
     @classmethod
     def begin(cls, plan: Plan) -> "Job":
         """Checks everything that can be checked before anything runs."""
+        work = Work(plan.work)
+        check_folders(plan.work, *map(work.head_folder, plan.runs()), option="--work")
         device = device_of(plan.device)
         shards = ShardSet.open(plan.shards)
-        work = Work(plan.work)
         job = cls(plan, work, shards, device, Clock(plan.time_limit))
         for run in job.trainings():
             assembled(plan, run, shards, work)
