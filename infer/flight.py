@@ -12,23 +12,23 @@ from .draft_policy import Choice, Promise
 from .graphs import GraphCache
 from .proposers.base import Drafts
 from .request import Request
+from .sampling import NEUTRAL
 
 
 class Clock:
     """Marks in a device's queue of work; times are read when the work is done, so marking never waits."""
 
     def __init__(self, device: torch.device) -> None:
-        self.is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._marks: dict[str, torch.cuda.Event | float] = {}
         self.mark("started")
 
     def mark(self, name: str) -> None:
-        if not self.is_cuda:
+        if self._stream is None:
             self._marks[name] = time.perf_counter()
             return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks[name] = event
+        event = self._marks[name] = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
 
     def wait(self, name: str) -> None:
         event = self._marks[name]
@@ -78,6 +78,7 @@ class Flight:
         self.drafts = True  # whether drafts may wait once the step is done
         self.choice: Choice | None = None  # of a decoding step that was chosen adaptively
         self.padded = len(requests)
+        self.wanted = NEUTRAL  # what the requests that sample ask for
         self.undrafted: Undrafted | None = None
         self.waiting: dict[int, int] | None = None  # drafts by request id, where the host made them
         self._places: Places = []
@@ -114,9 +115,9 @@ class Flight:
         self._promise, self._accepted = promise, _to_host(accepted)
 
     def read(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """What verification said and what the host goes by, a row a request that samples; waits for the device."""
+        """What verification said and what the host goes by, of padding too; waits for the device."""
         self.clock.wait("copied")
-        return self._at_places(self._results[0]), None if self._brief is None else self._at_places(self._brief)
+        return self._results[0].numpy(), None if self._brief is None else self._brief.numpy()
 
     def land(self) -> list[Verified | None]:
         """The step's results, None for requests that did not sample; waits until the device has them."""

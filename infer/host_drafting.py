@@ -34,27 +34,23 @@ class HostDrafting:
 
         Waits for the step.
         """
-        told, brief = flight.read()
         samplers = flight.samplers
         alive = [i for i, request in enumerate(samplers) if not request.finish_reason]
+        ids = [samplers[i].request_id for i in alive]
         rows = np.array([samplers[i].slot for i in alive], dtype=np.int64)
-        self.texts.append(rows, told[alive, :-3], told[alive, -3])
+        places = np.arange(len(step.drafting))[step.places][alive]
+        told, brief = flight.read()  # from here on the device waits
+        told = told[places]
+        self.texts.append(rows, told[:, :-3], told[:, -3])
         flight.waiting = {}
         if brief is None or not alive:
             return None
-        brief, ids = brief[alive], [samplers[i].request_id for i in alive]
-        room = brief[:, 0]
+        brief = brief[places]
+        room, inner = brief[:, 0], self._inner(step.inner, brief)
         made = self.proposer.propose(
-            self.texts.step(
-                ids,
-                rows,
-                room,
-                wants_confidence=self.stages.estimator is not None,
-                inner=self._inner(step.inner, brief),
-            )
+            self.texts.step(ids, rows, room, wants_confidence=self.stages.estimator is not None, inner=inner)
         )
         lengths = self._fitting(made, room)
-        places = np.arange(len(step.drafting))[step.places][alive]
         promised = self.take(step, made._replace(lengths=lengths), places)
         flight.waiting = dict(zip(ids, lengths.tolist(), strict=True))
         return promised
@@ -96,6 +92,6 @@ class HostDrafting:
 
     def _fitting(self, drafts: HostDrafts, room: np.ndarray) -> np.ndarray:
         """How many drafts of each request [n] the next step will find: what `Stages.take` leaves of them."""
-        ids = drafts.token_ids
-        known = (ids >= 0) & (ids < self.stages.target.vocab_size)
-        return np.minimum(np.minimum(drafts.lengths, room), known.cumprod(axis=1).sum(axis=1))
+        wrong = drafts.token_ids.view(np.uint64) >= self.stages.target.vocab_size  # those below 0 too
+        lengths = np.minimum(drafts.lengths, room)
+        return np.where(wrong.any(axis=1), np.minimum(lengths, wrong.argmax(axis=1)), lengths)

@@ -71,6 +71,7 @@ class Runner:
             requests, samples, [rows.start + rows.num_tokens for rows in scheduled], Clock(self.table.device)
         )
         self.table.write_blocks(requests)
+        flight.wanted = _wanted_by(flight.samplers)
         drafts_wait = any(rows.num_drafts for rows in scheduled)
         if flight.all_sample and all(rows.num_tokens == rows.num_drafts + 1 for rows in scheduled):
             starts, counts = [rows.start for rows in scheduled], [rows.num_tokens for rows in scheduled]
@@ -85,6 +86,7 @@ class Runner:
         most = None
         if before.waiting is not None:
             most = [1 + before.waiting.get(request.request_id, 0) for request in requests]
+        flight.wanted = before.wanted if requests == before.requests else _wanted_by(requests)
         self._decode(flight, None, None, most, before.drafts)
         return flight
 
@@ -245,9 +247,8 @@ class Runner:
         slots = self.layout.decode(requests, starts, counts, batch if recorded else None)
         if starts is None:
             call(self.graphs, ("follow", batch), self.stages.follow, slots)
-        wanted = features_of([request.params for request in requests])
-        packed, output, told = self._run_target(slots, num_rows, wanted, self.graphs)
-        logprobs = self.stages.logprobs(told, packed.batch.cu_seqlens, output, wanted)
+        packed, output, told = self._run_target(slots, num_rows, flight.wanted, self.graphs)
+        logprobs = self.stages.logprobs(told, packed.batch.cu_seqlens, output, flight.wanted)
         flight.clock.mark("verified")
         self._observe(self.graphs, (batch, num_rows), slots, packed, output.states, ids)
         step = Undrafted(batch, self.graphs, slots.rows, slice(len(requests)))
@@ -300,7 +301,6 @@ class Runner:
         if self.policy is not None and sampler_ids:
             width, flight.drafts = self.policy.choose(sampler_ids, len(sampler_ids), drafts_wait)
             scheduled = [_shortened(rows, width - 1) for rows in scheduled]
-        wanted = features_of([rows.request.params for rows in scheduled if rows.samples])
         total, batch = sum(rows.num_tokens for rows in scheduled), len(scheduled)
         recorded = self.layout.padded_size(total, batch)
         graphs = None if recorded is None else self.graphs
@@ -308,8 +308,8 @@ class Runner:
             plan, num_rows = self.layout.exact(scheduled), total
         else:
             plan, num_rows = self.layout.padded(scheduled), recorded
-        packed, output, told = self._run_mixed(plan, num_rows, wanted, graphs, bool(sampler_ids))
-        logprobs = () if told is None else self.stages.logprobs(told, plan.cu_rows, output, wanted)
+        packed, output, told = self._run_mixed(plan, num_rows, flight.wanted, graphs, bool(sampler_ids))
+        logprobs = () if told is None else self.stages.logprobs(told, plan.cu_rows, output, flight.wanted)
         flight.clock.mark("verified")
         ids = [rows.request.request_id for rows in scheduled]
         self._observe(graphs, ("mixed", num_rows), plan.slots, packed, output.states, ids)
@@ -329,6 +329,11 @@ class Runner:
             return packed, output, None
         run = None if wanted.edits else graphs
         return packed, output, call(run, ("verify", *key), self.stages.verify_mixed, plan, packed, output, wanted)
+
+
+def _wanted_by(requests: Sequence[Request]) -> Features:
+    """What any of the requests asks for."""
+    return features_of([request.params for request in requests])
 
 
 def _shortened(rows: ScheduledRequest, num_drafts: int) -> ScheduledRequest:
