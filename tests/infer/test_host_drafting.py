@@ -106,7 +106,7 @@ def test_host_and_device_know_the_same(target, ahead, recorded, policy) -> None:
             cancelled.add(engine.cancel(generator.choice(engine.scheduler.running).request_id).request_id)
         outputs |= {output.request_id: output for output in engine.step()}
     assert engine.statistics.num_preemptions > 3 and engine.pool.num_free == engine.pool.num_blocks - 1
-    assert 0 in waited and max(waited) == K and engine.proposer.cut > 10 and not engine.proposer.told
+    assert 0 in waited and max(waited) == K and engine.proposer.cut > 5 and not engine.proposer.told
     plain = Engine(target, NoneProposer(), dataclasses.replace(CONFIG, num_draft_tokens=0, num_blocks=200))
     asked = {i: given for i, given in wanted.items() if i not in cancelled and given[1].temperature == 0}
     expected = plain.generate([prompt for prompt, _ in asked.values()], [params for _, params in asked.values()])
