@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels.records import law_columns
 from .layout import MixedPlan, Slots
-from .proposers.base import DeviceProposer, Drafts, DraftStep, ObservedRows, Proposer
+from .proposers.base import DeviceProposer, Drafts, DraftStep, ObservedRows, Proposer, ProposerError
 from .proposers.host import HostProposer
 from .sampling import Features, LogitsRows, SamplingTable, process_logits, top_logprobs
 from .survival import UNKNOWN_CONFIDENCE, SurvivalEstimator, expected_accepted, log_odds_of, select
@@ -39,6 +39,11 @@ class Stages:
         if isinstance(proposer, HostProposer) and proposer.inner is not None:
             self.observer = proposer.inner
         self.drafter = self.observer if isinstance(self.observer, DeviceProposer) else None
+        if not isinstance(proposer, DeviceProposer | HostProposer):
+            raise ProposerError(
+                f"a method is a DeviceProposer or a HostProposer, found {type(proposer).__name__}, which is neither; "
+                f"derive it from one"
+            )
         self.verification, self.estimator = verification, estimator
         self.num_draft_tokens = table.num_draft_tokens
         self.spare_slots = proposer.requirements.spare_slots(table.num_draft_tokens)

@@ -10,7 +10,7 @@ import torch
 from spectrain.infer import flight as flights
 from spectrain.infer.config import EngineConfig
 from spectrain.infer.engine import Engine
-from spectrain.infer.proposers.base import Released
+from spectrain.infer.proposers.base import Proposer, ProposerError, Released, Requirements
 from spectrain.infer.proposers.host import HostDrafts, HostProposer, HostStep
 from spectrain.infer.proposers.ngram import NgramProposer
 from spectrain.infer.proposers.ngram_rule import NgramRule
@@ -112,6 +112,22 @@ def test_host_and_device_know_the_same(target, ahead, recorded, policy) -> None:
     expected = plain.generate([prompt for prompt, _ in asked.values()], [params for _, params in asked.values()])
     for request_id, output in zip(asked, expected, strict=True):
         assert outputs[request_id].token_ids == output.token_ids
+
+
+def test_a_class_that_is_neither_kind_is_refused_by_name(target) -> None:
+    class Neither(Proposer):
+        requirements = Requirements(observes=False)
+
+        def bind(self, planes, num_rows) -> None: ...
+
+        def observe(self, rows) -> None: ...
+
+        def propose(self, step) -> None: ...
+
+        def release(self, request) -> None: ...
+
+    with pytest.raises(ProposerError, match="found Neither, which is neither"):
+        Engine(target, Neither(), CONFIG)
 
 
 def test_no_text_is_ever_copied_from_the_device(target, monkeypatch) -> None:
