@@ -90,6 +90,7 @@ class Engine:
             self.settings,
             graphs,
             verification=self._verification(),
+            max_batch_tokens=config.max_batch_tokens,
             adaptive=adaptive,
         )
         launch_ahead = use_graphs if config.launch_ahead is None else config.launch_ahead

@@ -15,7 +15,10 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of requests a CUDA graph is captured for; beyond the last one batches grow by its size."""
 
 MIXED_SIZES = (64, 128, 256, 512, 1024, 2048)
-"""Rows that a step with prompt rows is padded to where it is recorded; longer ones keep a GPU busy without."""
+"""Rows that a step with prompt rows is padded to where it is recorded, besides those of the largest."""
+
+LARGEST_MIXED = 4096
+"""Rows of the largest recorded step; longer ones keep a GPU busy without."""
 
 
 class Slots(NamedTuple):
@@ -88,10 +91,12 @@ class Layout:
         slots.counts.fill_(width)
         return slots
 
-    def pad_mixed(self, batch: int) -> None:
-        """Steps with prompt rows are padded to `batch` requests from now on; 0: not at all."""
-        self._mixed_batch = batch
-        self.mixed_sizes = tuple(size for size in MIXED_SIZES if size >= batch) if batch else ()
+    def pad_mixed(self, batch: int, max_rows: int = 0) -> None:
+        """Steps with prompt rows, `max_rows` at most, are padded to `batch` requests from now on; 0: not at all."""
+        self._mixed_batch, self.mixed_sizes = batch, ()
+        if batch:
+            most = -(-(min(max_rows, LARGEST_MIXED) + batch) // MIXED_SIZES[0]) * MIXED_SIZES[0]
+            self.mixed_sizes = (*(size for size in MIXED_SIZES if batch <= size <= most // 2), most)
         self._mixed_buffer = torch.zeros(5, batch, dtype=torch.int64, device=self.table.device)
         self._mixed_buffer[[0, 3]] = self.table.nobody
         self._mixed_buffer[2] = 1

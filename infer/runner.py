@@ -16,6 +16,7 @@ from .flight import Clock, Flight, Undrafted
 from .graphs import GraphCache, call
 from .host_drafting import HostDrafting
 from .layout import Layout, MixedPlan, Slots, bucket
+from .memory import free_memory
 from .proposers.base import Drafts, Proposer
 from .proposers.host import HostProposer, ragged
 from .request import Request
@@ -27,8 +28,8 @@ from .table import Packed, RequestTable
 from .target import Target, TargetOutput
 from .verify import Verification
 
-RECORDED_LOGITS_BYTES = 2**28
-"""Each recorded step keeps logits of its own."""
+LOGITS_SHARE = 0.25
+"""Of the memory that is free when steps with prompt rows are recorded: each keeps logits of its own."""
 
 
 class Runner:
@@ -43,10 +44,11 @@ class Runner:
         graphs: GraphCache | None,
         *,
         verification: Verification,
+        max_batch_tokens: int,
         adaptive: bool = False,
     ) -> None:
         self.table, self.graphs, self.requirements = table, graphs, proposer.requirements
-        self.layout = Layout(table)
+        self.layout, self.max_batch_tokens = Layout(table), max_batch_tokens
         self.num_draft_tokens = table.num_draft_tokens
         self.adaptive = adaptive and self.num_draft_tokens > 0
         on_host = isinstance(proposer, HostProposer)
@@ -174,12 +176,12 @@ class Runner:
 
     def _capture_mixed(self, batch: int) -> None:
         """Steps with prompt rows are recorded for `batch` requests, unless their logits would take much memory."""
-        if (
-            batch * (self.num_draft_tokens + 1) * self.stages.target.vocab_size * 4 > RECORDED_LOGITS_BYTES
-            or self.stages.target.state_specs
-        ):
+        if self.stages.target.state_specs:
             return  # recurrent layers go by the longest piece, which is not known
-        self.layout.pad_mixed(batch)
+        self.layout.pad_mixed(batch, self.max_batch_tokens)
+        each = batch * (self.num_draft_tokens + 1) * self.stages.target.vocab_size * 4
+        if len(self.layout.mixed_sizes) * each > LOGITS_SHARE * free_memory(self.table.device):
+            self.layout.pad_mixed(0)
         plan = self.layout.buffered()
         for num_rows in reversed(self.layout.mixed_sizes):
             for graphs in (None, self.graphs):

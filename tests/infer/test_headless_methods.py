@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from spectrain.infer.config import EngineConfig
+from spectrain.infer.costs import StepCosts
 from spectrain.infer.engine import Engine
 from spectrain.infer.proposers import hybrid
 from spectrain.infer.proposers.custom import CustomProposer
@@ -75,9 +76,14 @@ def plain(target: Target) -> list[list[int]]:
     return [o.token_ids for o in outputs]
 
 
+FREE = StepCosts(batches=(1,), widths=(1, K + 1), verify_ms=((1.0, 1.0),), draft_ms=(0.0,), rest_ms=(0.0,))
+"""Drafts cost nothing, so that adaptive drafting goes on whatever else this machine does."""
+
+
 def run(target: Target, name: str, *, k: int = K, rounds: int = 2, **changes) -> tuple[Engine, list[list[int]]]:
     """The prompts several times over, so that later requests repeat earlier ones."""
-    engine = Engine(target, METHODS[name](target, k), dataclasses.replace(CONFIG, num_draft_tokens=k, **changes))
+    config = dataclasses.replace(CONFIG, num_draft_tokens=k, **changes)
+    engine = Engine(target, METHODS[name](target, k), config, FREE)
     outputs = [engine.generate(prompts(), GREEDY) for _ in range(rounds)]
     assert engine.pool.num_free == engine.pool.num_blocks - 1, "a block leaked"
     return engine, [output.token_ids for some in outputs for output in some]
