@@ -65,6 +65,8 @@ class Undrafted(NamedTuple):
     graphs: GraphCache | None
     drafting: Tensor  # [batch] int64; table rows of the requests that sample, and of padding
     places: Places
+    told: Tensor  # what verification said, [batch, width + 4] int64 as in `Stages`
+    logprobs: Sequence[Tensor]  # ids [batch, k + 1, n + 1] int64 and values float32, where they were asked for
     inner: Drafts | None = None  # of `HostProposer.inner`
 
 
@@ -83,8 +85,7 @@ class Flight:
         self.waiting: dict[int, int] | None = None  # drafts by request id, where the host made them
         self._places: Places = []
         self._results: list[Tensor] = []
-        self._brief: Tensor | None = None
-        self._waiting: Tensor | None = None
+        self._width = 0  # of what verification said; what stands beside it follows
         self._promise: Promise | None = None
         self._accepted: Tensor | None = None
 
@@ -96,58 +97,48 @@ class Flight:
     def all_sample(self) -> bool:
         return all(self.samples)
 
-    def keep(self, told: Tensor, logprobs: Sequence[Tensor], places: Places, brief: Tensor | None = None) -> None:
-        """Starts copying to the host what verification said, [batch, width + 4] int64 as in `Stages`.
+    def keep(self, step: Undrafted, beside: Tensor | None) -> None:
+        """Starts copying to the host what verification said, and [batch, n] int64 beside it.
 
-        logprobs: ids [batch, k + 1, n + 1] int64 and values float32, where they were asked for; brief [batch, n]: what
-        the host goes by when it drafts.
+        That is what a host goes by when it drafts, else how many drafts wait.
         """
-        self._places, self._brief = places, None if brief is None else _to_host(brief)
-        self._results = [_to_host(tensor) for tensor in (told, *logprobs)]
+        self._places, self._width = step.places, step.told.shape[1]
+        results = step.told if beside is None else torch.cat([step.told, beside], dim=1)
+        self._results = [_to_host(tensor) for tensor in (results, *step.logprobs)]
         self.clock.mark("copied")
-
-    def keep_waiting(self, waiting: Tensor) -> None:
-        """Starts copying to the host how many drafts wait [batch] int64; called before "drafted" is marked."""
-        self._waiting = _to_host(waiting)
 
     def keep_promise(self, promise: Promise, accepted: Tensor) -> None:
         """Starts copying to the host what the step's drafts promise; called before "drafted" is marked."""
         self._promise, self._accepted = promise, _to_host(accepted)
 
-    def read(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """What verification said and what the host goes by, of padding too; waits for the device."""
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """What verification said, and what was kept beside it, of padding too; waits for the device."""
         self.clock.wait("copied")
-        return self._results[0].numpy(), None if self._brief is None else self._brief.numpy()
+        kept = self._results[0].numpy()
+        return kept[:, : self._width], kept[:, self._width :]
 
     def land(self) -> list[Verified | None]:
         """The step's results, None for requests that did not sample; waits until the device has them."""
         self.clock.wait("drafted")
+        if self._results:
+            self.clock.wait("copied")
         if self._promise is not None and self._accepted is not None:
             self._promise.accepted = self._accepted.tolist()
-        waiting = self._num_waiting()
-        rows = iter(zip(*(self._at_places(part).tolist() for part in self._results), strict=True))
+        rows = iter(zip(*(part.numpy()[self._places].tolist() for part in self._results), strict=True))
         landed: list[Verified | None] = []
         for request, samples in zip(self.requests, self.samples, strict=True):
             if not samples:
                 landed.append(None)
                 continue
-            (*tokens, count, failed, drafted), *laws = next(rows)
+            row, *laws = next(rows)
+            (*tokens, count, failed, drafted), beside = row[: self._width], row[self._width :]
             wanted, logprobs = request.params.logprobs, []
             if wanted is not None:
                 logprobs = [dict(zip(ids[: wanted + 1], law, strict=False)) for ids, law in zip(*laws, strict=True)]
-            drafts = waiting.get(request.request_id, 0)
+            made = self.waiting
+            drafts = made.get(request.request_id, 0) if made is not None else next(iter(beside), 0)
             landed.append(Verified(tokens[:count], bool(failed), drafted, drafts, logprobs[:count]))
         return landed
-
-    def _num_waiting(self) -> dict[int, int]:
-        """Drafts by request id."""
-        if self._waiting is None:
-            return self.waiting or {}
-        waiting = self._at_places(self._waiting).tolist()
-        return {request.request_id: count for request, count in zip(self.samplers, waiting, strict=True)}
-
-    def _at_places(self, copied: Tensor) -> np.ndarray:
-        return copied.numpy()[self._places]
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class HostDrafting:
         told = told[places]
         self.texts.append(rows, told[:, :-3], told[:, -3])
         flight.waiting = {}
-        if brief is None or not alive:
+        if not (brief.shape[1] and alive):
             return None
         brief = brief[places]
         room, inner = brief[:, 0], self._inner(step.inner, brief)

@@ -108,6 +108,8 @@ class Runner:
                 flight.keep_promise(self.policy.promise(alive), promised)
         finally:
             flight.clock.mark("drafted")
+            if self.host is None:
+                flight.keep(step, self.table.num_drafts[step.drafting, None] if self.num_draft_tokens else None)
 
     def _draft_on_device(self, flight: Flight, step: Undrafted) -> Tensor | None:
         samplers = flight.samplers
@@ -118,21 +120,18 @@ class Runner:
         if self.requirements.on_host:
             # it goes by the ids: rows of others than these must not stand between theirs
             drafting = drafting[self.layout.upload(np.arange(len(drafting))[step.places][alive])]
-        promised = self._propose(step.graphs, step.key, drafting, ids)
-        flight.keep_waiting(self.table.num_drafts[step.drafting])
-        return promised
+        return self._propose(step.graphs, step.key, drafting, ids)
 
-    def _verified(
-        self, flight: Flight, step: Undrafted, told: Tensor, logprobs: Sequence[Tensor], request_ids: list[int]
-    ) -> None:
-        """Copies what came of a step and has it drafted, by the host in its own time."""
-        brief = None
-        if self.host is not None and flight.drafts and self.num_draft_tokens:
-            inner, brief = self._brief(step.graphs, step.key, step.drafting, request_ids)
-            step = step._replace(inner=inner)
-        flight.keep(told, logprobs, step.places, brief)
+    def _verified(self, flight: Flight, step: Undrafted, request_ids: list[int]) -> None:
+        """Has a step drafted, or told to the host that will."""
         flight.undrafted = step
-        if not self.requirements.on_host:
+        if self.host is not None:
+            brief = None
+            if flight.drafts and self.num_draft_tokens:
+                inner, brief = self._brief(step.graphs, step.key, step.drafting, request_ids)
+                flight.undrafted = step._replace(inner=inner)
+            flight.keep(step, brief)
+        elif not self.requirements.on_host:
             self.draft(flight)
 
     def forget(self, request_id: int, finished: bool) -> None:
@@ -156,18 +155,19 @@ class Runner:
     def _run_nobody(self, batch: int, width: int, graphs: GraphCache | None) -> None:
         slots, num_rows = self.layout.nobody(batch, 1), batch * width
         call(graphs, ("follow", batch), self.stages.follow, slots)
-        packed, output, _ = self._run_target(slots, num_rows, NEUTRAL, graphs)
+        packed, output, told = self._run_target(slots, num_rows, NEUTRAL, graphs)
         self._observe(graphs, (batch, num_rows), slots, packed, output.states, [])
-        self._propose_for_nobody(graphs, batch, slots.rows)
+        self._propose_for_nobody(graphs, batch, slots.rows, told)
 
-    def _propose_for_nobody(self, graphs: GraphCache | None, key: int | str, drafting: Tensor) -> None:
+    def _propose_for_nobody(self, graphs: GraphCache | None, key: int | str, drafting: Tensor, told: Tensor) -> None:
         if not self.num_draft_tokens:
             return
         if self.host is None:
             self._propose(graphs, key, drafting, [])
             return
         inner, _ = self._brief(graphs, key, drafting, [])
-        self.host.take(Undrafted(key, graphs, drafting, [], inner), ragged([], self.num_draft_tokens), [])
+        step = Undrafted(key, graphs, drafting, [], told, (), inner)
+        self.host.take(step, ragged([], self.num_draft_tokens), [])
 
     def run_plainly(self) -> None:
         """Records nothing any more and forgets what was: every step runs call by call."""
@@ -185,9 +185,10 @@ class Runner:
         plan = self.layout.buffered()
         for num_rows in reversed(self.layout.mixed_sizes):
             for graphs in (None, self.graphs):
-                packed, output, _ = self._run_mixed(plan, num_rows, NEUTRAL, graphs, True)
+                packed, output, told = self._run_mixed(plan, num_rows, NEUTRAL, graphs, True)
                 self._observe(graphs, ("mixed", num_rows), plan.slots, packed, output.states, [])
-                self._propose_for_nobody(graphs, "mixed", plan.sampling)
+                assert told is not None
+                self._propose_for_nobody(graphs, "mixed", plan.sampling, told)
 
     def measure(self, max_batch_size: int) -> StepCosts:
         """What steps cost at batch sizes up to `max_batch_size`, at every width where steps are recorded."""
@@ -253,8 +254,8 @@ class Runner:
         logprobs = self.stages.logprobs(told, packed.batch.cu_seqlens, output, flight.wanted)
         flight.clock.mark("verified")
         self._observe(self.graphs, (batch, num_rows), slots, packed, output.states, ids)
-        step = Undrafted(batch, self.graphs, slots.rows, slice(len(requests)))
-        self._verified(flight, step, told, logprobs, ids)
+        step = Undrafted(batch, self.graphs, slots.rows, slice(len(requests)), told, logprobs)
+        self._verified(flight, step, ids)
 
     def _run_target(
         self, slots: Slots, num_rows: int, wanted: Features, graphs: GraphCache | None
@@ -319,8 +320,8 @@ class Runner:
             flight.clock.mark("drafted")
             return
         places = [i for i, rows in enumerate(scheduled) if rows.samples]
-        step = Undrafted("mixed", graphs, plan.sampling, slice(len(places)) if recorded is None else places)
-        self._verified(flight, step, told, logprobs, sampler_ids)
+        at = slice(len(places)) if recorded is None else places
+        self._verified(flight, Undrafted("mixed", graphs, plan.sampling, at, told, logprobs), sampler_ids)
 
     def _run_mixed(
         self, plan: MixedPlan, num_rows: int, wanted: Features, graphs: GraphCache | None, samples: bool

@@ -143,11 +143,11 @@ def test_no_text_is_ever_copied_from_the_device(target, monkeypatch) -> None:
     engine = Engine(target, NgramProposer(K, NgramRule(min_n=1, max_n=3)), CONFIG)
     outputs = engine.generate([[7, 8] * 20, [9], [5, 6, 5]], SamplingParams(max_tokens=20, ignore_eos=True))
     assert [len(output.token_ids) for output in outputs] == [20] * 3 and engine.statistics.accepted_tokens > 0
-    assert max(copied) <= 3 * (K + 4) and len(copied) >= 2 * engine.statistics.num_steps - 6
+    assert max(copied) <= 3 * (K + 5) and len(copied) >= engine.statistics.num_steps - 3
 
 
 def check_small(tensor: torch.Tensor) -> None:
-    assert tensor.numel() <= 3 * (K + 4), "more than a step emits was read on the host"
+    assert tensor.numel() <= 3 * (K + 5), "more than a step emits was read on the host"
 
 
 def test_rows_of_texts_grow_by_what_counts_and_begin_anew() -> None:
