@@ -130,7 +130,7 @@ def left_by(leaving: SystemExit) -> str | None:
     places = [(f.f_globals.get("__name__", ""), f.f_code, line) for f, line in traceback.walk_tb(leaving.__traceback__)]
     # the innermost one; argparse and the like end a process for whoever called them
     module, code, line = [place for place in places if place[0].split(".")[0] not in sys.stdlib_module_names][-1]
-    if _is_ours(module) or module.split(".")[0] in ("typer", "click"):
+    if _is_ours(module) or module.split(".")[0] in ("typer", "click", "rich"):
         return None
     name = module if code.co_name == "<module>" else f"{module}:{code.co_qualname}"
     return f"{name} ended the command: SystemExit: {leaving} ({os.path.basename(code.co_filename)}:{line})"

@@ -130,6 +130,15 @@ def test_code_of_a_user_that_ends_the_process_is_named(
     assert capsys.readouterr().err.splitlines()[-1] == expected
 
 
+def test_a_reader_that_closes_the_pipe_is_no_error_of_anyones() -> None:
+    """As in `spectrain fit --help | head -1`."""
+    command = [sys.executable, "-m", "spectrain", "fit", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+
+
 def test_interruption_exits_with_130(command) -> None:
     def doctor() -> None:
         raise KeyboardInterrupt
