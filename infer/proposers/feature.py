@@ -82,12 +82,17 @@ class AutoregressiveProposer(FeatureProposer):
         self._pending = _Pending(self._empty_state(num_rows), self._empty_state(num_rows))
 
     def observe(self, rows: ObservedRows) -> None:
+        self._run(rows)
+
+    def _run(self, rows: ObservedRows) -> tuple[Tensor, DraftOutput]:
+        """The embeddings of every row and what the head makes of it, each request's last row kept."""
         assert rows.states is not None and self._pending is not None
         embeds = self.head.embed(rows.next_token_ids, self.target)
         states = self.head.combine(rows.states.to(embeds.dtype), self.target)
         output = self._forward(embeds, states, rows.batch)
         self._pending.logits_states[rows.slots] = output.logits_states[rows.last_rows]
         self._pending.feedback[rows.slots] = output.feedback[rows.last_rows]
+        return embeds, output
 
     def _draft(self, step: DraftStep, room: Tensor, count: int) -> tuple[list[Tensor], list[Tensor]]:
         assert self._pending is not None

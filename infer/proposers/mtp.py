@@ -41,12 +41,7 @@ class MtpProposer(AutoregressiveProposer):
         )
 
     def observe(self, rows: ObservedRows) -> None:
-        assert rows.states is not None and self._pending is not None
-        embeds = self.head.embed(rows.next_token_ids, self.target)
-        states = self.head.combine(rows.states.to(embeds.dtype), self.target)
-        output = self._forward(embeds, states, rows.batch)
-        self._pending.logits_states[rows.slots] = output.logits_states[rows.last_rows]
-        self._pending.feedback[rows.slots] = output.feedback[rows.last_rows]
+        embeds, output = self._run(rows)
         self._keep(0, output.feedback, rows.batch.slot_mapping)
         for k in range(1, self.depth):
             back = moved_back(rows.batch, k, self.planes.block_size)
