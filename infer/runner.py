@@ -58,6 +58,8 @@ class Runner:
         estimator = SurvivalEstimator(self.num_draft_tokens, table.device) if self.adaptive else None
         self.stages = Stages(target, proposer, table, settings, verification, estimator, self.widths)
         self.host = HostDrafting(proposer, self.stages) if on_host else None
+        drafter = self.stages.drafter
+        self._inner_on_host = on_host and drafter is not None and drafter.requirements.on_host
         self.policy: DraftPolicy | None = None
 
     def admit(self, request: Request) -> None:
@@ -127,12 +129,20 @@ class Runner:
         flight.undrafted = step
         if self.host is not None:
             brief = None
+            if self._inner_on_host:
+                step = flight.undrafted = self._exactly(step)
             if flight.drafts and self.num_draft_tokens:
                 inner, brief = self._brief(step.graphs, step.key, step.drafting, request_ids)
                 flight.undrafted = step._replace(inner=inner)
             flight.keep(step, brief)
         elif not self.requirements.on_host:
             self.draft(flight)
+
+    def _exactly(self, step: Undrafted) -> Undrafted:
+        """The same without padding, none of it recorded: what drafts is new each time, and goes by the ids."""
+        places = self.layout.upload(np.arange(len(step.drafting))[step.places])
+        told, *logprobs = (tensor[places] for tensor in (step.told, *step.logprobs))
+        return Undrafted(step.key, None, step.drafting[places], slice(len(places)), told, logprobs)
 
     def forget(self, request_id: int, finished: bool) -> None:
         """A request left, for good or to come back from its start."""
@@ -165,6 +175,7 @@ class Runner:
         if self.host is None:
             self._propose(graphs, key, drafting, [])
             return
+        graphs = None if self._inner_on_host else graphs
         inner, _ = self._brief(graphs, key, drafting, [])
         step = Undrafted(key, graphs, drafting, [], told, (), inner)
         self.host.take(step, ragged([], self.num_draft_tokens), [])
@@ -294,8 +305,6 @@ class Runner:
         self, graphs: GraphCache | None, key: int | str, drafting: Tensor, request_ids: list[int]
     ) -> tuple[Drafts | None, Tensor]:
         """What a proposer on the host goes by for table rows `drafting` [batch]; `Stages.brief`."""
-        drafter = self.stages.drafter
-        graphs = None if drafter is not None and drafter.requirements.on_host else graphs
         return call(graphs, ("brief", key), self.stages.brief, drafting, request_ids)
 
     def _mixed(self, flight: Flight, scheduled: Sequence[ScheduledRequest], drafts_wait: bool) -> None:

@@ -10,7 +10,15 @@ import torch
 from spectrain.infer import flight as flights
 from spectrain.infer.config import EngineConfig
 from spectrain.infer.engine import Engine
-from spectrain.infer.proposers.base import Proposer, ProposerError, Released, Requirements
+from spectrain.infer.proposers.base import (
+    DeviceProposer,
+    Drafts,
+    DraftStep,
+    Proposer,
+    ProposerError,
+    Released,
+    Requirements,
+)
 from spectrain.infer.proposers.host import HostDrafts, HostProposer, HostStep
 from spectrain.infer.proposers.ngram import NgramProposer
 from spectrain.infer.proposers.ngram_rule import NgramRule
@@ -18,6 +26,7 @@ from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
 from spectrain.infer.target import Target
 from spectrain.infer.texts import HostTexts
+from spectrain.tests.infer.proposers import LawProposer
 from spectrain.tests.infer.test_launch_ahead import Replays
 from spectrain.tests.models import rand_llama
 
@@ -112,6 +121,67 @@ def test_host_and_device_know_the_same(target, ahead, recorded, policy) -> None:
     expected = plain.generate([prompt for prompt, _ in asked.values()], [params for _, params in asked.values()])
     for request_id, output in zip(asked, expected, strict=True):
         assert outputs[request_id].token_ids == output.token_ids
+
+
+class ReadsLaws(LawProposer):
+    """A drafter on the host within another: it goes by the ids, and its laws lie elsewhere each time."""
+
+    def propose(self, step: DraftStep) -> Drafts:
+        assert not step.request_ids or len(step.request_ids) == len(step.slots), "others were shown than asked for"
+        return super().propose(step)
+
+
+class TakesInner(HostProposer):
+    """Every other request drafts what the one within it drafted."""
+
+    def __init__(self, inner: DeviceProposer) -> None:
+        self.inner, self.requirements = inner, inner.requirements
+
+    def bind(self, planes, num_rows) -> None:
+        self.inner.bind(planes, num_rows)
+
+    def propose(self, step: HostStep) -> HostDrafts:
+        assert step.inner is not None and step.inner.drawn
+        own = step.tokens[step.rows][:, :K].astype(np.int64)
+        of_inner = np.array(step.request_ids) % 2 == 0
+        ids = np.where(of_inner[:, None], step.inner.token_ids, own)
+        return HostDrafts(ids, np.where(of_inner, step.inner.lengths, np.minimum(step.num_known, K)), None, of_inner)
+
+    def release(self, request: Released) -> None:
+        self.inner.release(request)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_drafter_on_the_host_within_another_runs_beside_recorded_steps(target, ahead) -> None:
+    law = torch.rand(97, 97, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    prompts = [[7, 8, 9] * n for n in (1, 9, 3, 6, 2)]
+    params = [SamplingParams(max_tokens=8 + 4 * i, temperature=1.0, seed=i, ignore_eos=True) for i in range(5)]
+    said = []
+    for recorded in (False, True):
+        inner = ReadsLaws(law, K)
+        config = dataclasses.replace(CONFIG, launch_ahead=ahead, num_blocks=200)
+        engine = Engine(target, TakesInner(inner), config)
+        if recorded:
+            engine.runner.graphs = Replays()
+            with torch.inference_mode():
+                engine.runner.capture(3)
+        inner.generator.manual_seed(0)
+        checked(engine)
+        draft, kept = engine.runner.host.draft, []
+
+        def watched(flight, step, draft=draft, kept=kept, engine=engine):
+            draft(flight, step)
+            laws = engine.table.draft_laws
+            for request in flight.samplers:
+                if request.request_id % 2 == 0 and flight.waiting.get(request.request_id):
+                    last = engine.table.tokens[request.slot, engine.table.num_known[request.slot] - 1]
+                    torch.testing.assert_close(laws[request.slot, 0], law[last].log())
+                    kept.append(request)
+
+        engine.runner.host.draft = watched
+        said.append([output.token_ids for output in engine.generate(prompts, params)])
+        assert len(kept) > 5
+    assert said[0] == said[1]
 
 
 def test_a_class_that_is_neither_kind_is_refused_by_name(target) -> None:
