@@ -123,6 +123,21 @@ def test_host_and_device_know_the_same(target, ahead, recorded, policy) -> None:
         assert outputs[request_id].token_ids == output.token_ids
 
 
+def test_costs_are_measured_while_a_step_waits_for_its_drafts(target) -> None:
+    engine = Engine(target, Careless(), dataclasses.replace(CONFIG, launch_ahead=True))
+    engine.runner.graphs = Replays()
+    with torch.inference_mode():
+        engine.runner.capture(3)
+    checked(engine)
+    for prompt in ([7, 8] * 4, [9, 9], [5, 6, 5]):
+        engine.add_request(prompt, SamplingParams(max_tokens=16, ignore_eos=True))
+    for _ in range(6):
+        engine.step()
+    assert engine._flight is not None and engine.best_num_draft_tokens(), "nothing was in flight, or measured"
+    while engine.has_unfinished():
+        engine.step()
+
+
 class ReadsLaws(LawProposer):
     """A drafter on the host within another: it goes by the ids, and its laws lie elsewhere each time."""
 
