@@ -58,8 +58,6 @@ class Runner:
         estimator = SurvivalEstimator(self.num_draft_tokens, table.device) if self.adaptive else None
         self.stages = Stages(target, proposer, table, settings, verification, estimator, self.widths)
         self.host = HostDrafting(proposer, self.stages) if on_host else None
-        drafter = self.stages.drafter
-        self._inner_on_host = on_host and drafter is not None and drafter.requirements.on_host
         self.policy: DraftPolicy | None = None
 
     def admit(self, request: Request) -> None:
@@ -129,20 +127,12 @@ class Runner:
         flight.undrafted = step
         if self.host is not None:
             brief = None
-            if self._inner_on_host:
-                step = flight.undrafted = self._exactly(step)
-            if flight.drafts and self.num_draft_tokens:
+            if flight.drafts and self.num_draft_tokens and not self.host.inner_on_host:
                 inner, brief = self._brief(step.graphs, step.key, step.drafting, request_ids)
                 flight.undrafted = step._replace(inner=inner)
             flight.keep(step, brief)
         elif not self.requirements.on_host:
             self.draft(flight)
-
-    def _exactly(self, step: Undrafted) -> Undrafted:
-        """The same without padding, none of it recorded: what drafts is new each time, and goes by the ids."""
-        places = self.layout.upload(np.arange(len(step.drafting))[step.places])
-        told, *logprobs = (tensor[places] for tensor in (step.told, *step.logprobs))
-        return Undrafted(step.key, None, step.drafting[places], slice(len(places)), told, logprobs)
 
     def forget(self, request_id: int, finished: bool) -> None:
         """A request left, for good or to come back from its start."""
@@ -175,7 +165,7 @@ class Runner:
         if self.host is None:
             self._propose(graphs, key, drafting, [])
             return
-        graphs = None if self._inner_on_host else graphs
+        graphs = None if self.host.inner_on_host else graphs
         inner, _ = self._brief(graphs, key, drafting, [])
         step = Undrafted(key, graphs, drafting, [], told, (), inner)
         self.host.take(step, ragged([], self.num_draft_tokens), [])

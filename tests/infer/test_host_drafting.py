@@ -199,6 +199,31 @@ def test_a_drafter_on_the_host_within_another_runs_beside_recorded_steps(target,
     assert said[0] == said[1]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_requests_go_on_behind_what_a_drafter_on_the_host_raises_within_another(target, ahead) -> None:
+    class Fails(LawProposer):
+        calls = 0
+
+        def propose(self, step: DraftStep) -> Drafts:
+            self.calls += 1
+            if self.calls % 3 == 0:
+                raise ProposerError("not now")
+            return super().propose(step)
+
+    config = dataclasses.replace(CONFIG, launch_ahead=ahead, num_blocks=200)
+    engine = Engine(target, TakesInner(Fails(torch.full((97, 97), 1 / 97), K)), config)
+    checked(engine)
+    prompts, params = [[7, 8, 9] * n for n in (1, 9, 3, 6, 2)], SamplingParams(max_tokens=14, ignore_eos=True)
+    ids, done, failed = [engine.add_request(prompt, params) for prompt in prompts], {}, 0
+    while engine.has_unfinished():
+        try:
+            done |= {output.request_id: output.token_ids for output in engine.step()}
+        except ProposerError:
+            failed += 1
+    plain = Engine(target, NoneProposer(), dataclasses.replace(config, num_draft_tokens=0))
+    assert failed > 2 and [done[i] for i in ids] == [output.token_ids for output in plain.generate(prompts, params)]
+
+
 def test_a_class_that_is_neither_kind_is_refused_by_name(target) -> None:
     class Neither(Proposer):
         requirements = Requirements(observes=False)
