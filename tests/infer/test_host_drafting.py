@@ -11,7 +11,6 @@ from spectrain.infer import flight as flights
 from spectrain.infer.config import EngineConfig
 from spectrain.infer.engine import Engine
 from spectrain.infer.proposers.base import (
-    DeviceProposer,
     Drafts,
     DraftStep,
     Proposer,
@@ -24,6 +23,7 @@ from spectrain.infer.proposers.ngram import NgramProposer
 from spectrain.infer.proposers.ngram_rule import NgramRule
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
+from spectrain.infer.survival import log_odds_of
 from spectrain.infer.target import Target
 from spectrain.infer.texts import HostTexts
 from spectrain.tests.infer.proposers import LawProposer
@@ -41,6 +41,7 @@ class Careless(HostProposer):
         self.random = np.random.default_rng(0)
         self.told: dict[int, list[int]] = {}
         self.cut = self.whole = 0
+        self.said: dict[int, np.ndarray] = {}  # how sure it was of the last drafts of each request
 
     def propose(self, step: HostStep) -> HostDrafts:
         ids = np.stack(
@@ -59,7 +60,12 @@ class Careless(HostProposer):
         lengths = self.random.integers(0, K + 1, len(ids))
         self.cut += int((lengths > step.room).sum())
         self.whole += int((lengths == K).sum())
-        return HostDrafts(ids, lengths)
+        told = step.wants_confidence and self.random.random() < 0.7
+        confidence = self.random.random(ids.shape).astype(np.float32) if told else None
+        self.said = dict(
+            zip(step.request_ids, np.full(ids.shape, np.nan) if confidence is None else confidence, strict=True)
+        )
+        return HostDrafts(ids, lengths, confidence)
 
     def release(self, request: Released) -> None:
         self.told.pop(request.request_id, None)
@@ -79,6 +85,9 @@ def checked(engine: Engine) -> list[int]:
             assert host.texts.num_known[request.slot] == known
             assert host.texts.tokens[request.slot, :known].tolist() == table.tokens[request.slot, :known].tolist()
             assert int(table.num_drafts[request.slot]) == flight.waiting.get(request.request_id, 0)
+            if promised is not None and isinstance(host.proposer, Careless):
+                said = torch.tensor(host.proposer.said[request.request_id], dtype=torch.float32)
+                torch.testing.assert_close(table.draft_log_odds[request.slot], log_odds_of(said))
         waited.extend(flight.waiting.values())
         return promised
 
@@ -149,7 +158,7 @@ class ReadsLaws(LawProposer):
 class TakesInner(HostProposer):
     """Every other request drafts what the one within it drafted."""
 
-    def __init__(self, inner: DeviceProposer) -> None:
+    def __init__(self, inner: LawProposer) -> None:
         self.inner, self.requirements = inner, inner.requirements
 
     def bind(self, planes, num_rows) -> None:
@@ -157,6 +166,8 @@ class TakesInner(HostProposer):
 
     def propose(self, step: HostStep) -> HostDrafts:
         assert step.inner is not None and step.inner.drawn
+        last = step.tokens[step.rows, step.num_known - 1]
+        np.testing.assert_allclose(step.inner.confidence[:, 0], self.inner.law[last].amax(-1))
         own = step.tokens[step.rows][:, :K].astype(np.int64)
         of_inner = np.array(step.request_ids) % 2 == 0
         ids = np.where(of_inner[:, None], step.inner.token_ids, own)
@@ -220,6 +231,7 @@ def test_requests_go_on_behind_what_a_drafter_on_the_host_raises_within_another(
             done |= {output.request_id: output.token_ids for output in engine.step()}
         except ProposerError:
             failed += 1
+            assert engine._flight is not None and engine._flight.waiting == {}, "drafts wait that were never made"
     plain = Engine(target, NoneProposer(), dataclasses.replace(config, num_draft_tokens=0))
     assert failed > 2 and [done[i] for i in ids] == [output.token_ids for output in plain.generate(prompts, params)]
 
