@@ -40,7 +40,7 @@ class Careless(HostProposer):
     def __init__(self) -> None:
         self.random = np.random.default_rng(0)
         self.told: dict[int, list[int]] = {}
-        self.cut = self.whole = 0
+        self.cut = self.whole = self.sure = 0
         self.said: dict[int, np.ndarray] = {}  # how sure it was of the last drafts of each request
 
     def propose(self, step: HostStep) -> HostDrafts:
@@ -58,9 +58,10 @@ class Careless(HostProposer):
             assert step.num_before[i] == len(before) and text[: len(before)] == before, "a text was told otherwise"
             self.told[request] = text
         lengths = self.random.integers(0, K + 1, len(ids))
+        told = step.wants_confidence and self.random.random() < 0.7
         self.cut += int((lengths > step.room).sum())
         self.whole += int((lengths == K).sum())
-        told = step.wants_confidence and self.random.random() < 0.7
+        self.sure += told
         confidence = self.random.random(ids.shape).astype(np.float32) if told else None
         self.said = dict(
             zip(step.request_ids, np.full(ids.shape, np.nan) if confidence is None else confidence, strict=True)
@@ -124,6 +125,7 @@ def test_host_and_device_know_the_same(target, ahead, recorded, policy) -> None:
             cancelled.add(engine.cancel(generator.choice(engine.scheduler.running).request_id).request_id)
         outputs |= {output.request_id: output for output in engine.step()}
     assert engine.statistics.num_preemptions > 3 and engine.pool.num_free == engine.pool.num_blocks - 1
+    assert (engine.proposer.sure > 5) == (policy == "adaptive")
     assert 0 in waited and max(waited) == K and engine.proposer.cut > 5 and not engine.proposer.told
     plain = Engine(target, NoneProposer(), dataclasses.replace(CONFIG, num_draft_tokens=0, num_blocks=200))
     asked = {i: given for i, given in wanted.items() if i not in cancelled and given[1].temperature == 0}
