@@ -176,6 +176,8 @@ class Engine:
             return {size: policy.best_num_draft_tokens(size) for size in sizes}
         if not conditional:
             return {}
+        if self._flight is not None:
+            self.runner.draft(self._flight)  # from buffers that measuring fills otherwise
         costs = self.runner.measure(self.config.max_batch_size)
         survival = list(itertools.accumulate((rate or 0.0 for rate in conditional), operator.mul))
         return {size: costs.best_num_draft_tokens(size, survival) for size in sizes}

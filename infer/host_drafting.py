@@ -28,9 +28,11 @@ class HostDrafting:
         self._chosen: dict[int | str, Tensor] = {}  # what recorded calls read, by their key
         self._confidence: dict[int | str, Tensor] = {}
         self._nameable: np.ndarray | None = None
+        drafter = stages.drafter
+        self.inner_on_host = drafter is not None and drafter.requirements.on_host  # and so drafts when the host does
 
     def draft(self, flight: Flight, step: Undrafted) -> Tensor | None:
-        """Takes in what a step emitted and, where it was briefed, has its requests draft; `Stages.take`.
+        """Takes in what a step emitted and, where it drafts, has its requests draft; `Stages.take`.
 
         Waits for the step.
         """
@@ -43,9 +45,13 @@ class HostDrafting:
         told = told[places]
         self.texts.append(rows, told[:, :-3], told[:, -3])
         flight.waiting = {}
-        if not (brief.shape[1] and alive):
+        if not (flight.drafts and alive and self.stages.num_draft_tokens):
             return None
-        brief = brief[places]
+        if self.inner_on_host:
+            step, brief = self._briefed(step, ids, places)
+            places = np.arange(len(ids))
+        else:
+            brief = brief[places]
         room, inner = brief[:, 0], self._inner(step.inner, brief)
         made = self.proposer.propose(
             self.texts.step(ids, rows, room, wants_confidence=self.stages.estimator is not None, inner=inner)
@@ -54,6 +60,12 @@ class HostDrafting:
         promised = self.take(step, made._replace(lengths=lengths), places)
         flight.waiting = dict(zip(ids, lengths.tolist(), strict=True))
         return promised
+
+    def _briefed(self, step: Undrafted, ids: list[int], places: np.ndarray) -> tuple[Undrafted, np.ndarray]:
+        """What the one within drafts now, which goes by the ids and is not recorded: a step of these requests alone."""
+        drafting = step.drafting[torch.from_numpy(places).to(self.table.device)]
+        inner, brief = self.stages.brief(drafting, ids)
+        return step._replace(graphs=None, drafting=drafting, inner=inner), brief.cpu().numpy()
 
     def take(self, step: Undrafted, drafts: HostDrafts, places: Sequence[int] | np.ndarray) -> Tensor | None:
         """Puts drafts of the requests at `places` where the next step finds them; `Stages.take`."""

@@ -127,7 +127,7 @@ class Runner:
         flight.undrafted = step
         if self.host is not None:
             brief = None
-            if flight.drafts and self.num_draft_tokens:
+            if flight.drafts and self.num_draft_tokens and not self.host.inner_on_host:
                 inner, brief = self._brief(step.graphs, step.key, step.drafting, request_ids)
                 flight.undrafted = step._replace(inner=inner)
             flight.keep(step, brief)
@@ -165,6 +165,7 @@ class Runner:
         if self.host is None:
             self._propose(graphs, key, drafting, [])
             return
+        graphs = None if self.host.inner_on_host else graphs
         inner, _ = self._brief(graphs, key, drafting, [])
         step = Undrafted(key, graphs, drafting, [], told, (), inner)
         self.host.take(step, ragged([], self.num_draft_tokens), [])
@@ -294,8 +295,6 @@ class Runner:
         self, graphs: GraphCache | None, key: int | str, drafting: Tensor, request_ids: list[int]
     ) -> tuple[Drafts | None, Tensor]:
         """What a proposer on the host goes by for table rows `drafting` [batch]; `Stages.brief`."""
-        drafter = self.stages.drafter
-        graphs = None if drafter is not None and drafter.requirements.on_host else graphs
         return call(graphs, ("brief", key), self.stages.brief, drafting, request_ids)
 
     def _mixed(self, flight: Flight, scheduled: Sequence[ScheduledRequest], drafts_wait: bool) -> None:

@@ -10,14 +10,23 @@ import torch
 from spectrain.infer import flight as flights
 from spectrain.infer.config import EngineConfig
 from spectrain.infer.engine import Engine
-from spectrain.infer.proposers.base import Proposer, ProposerError, Released, Requirements
+from spectrain.infer.proposers.base import (
+    Drafts,
+    DraftStep,
+    Proposer,
+    ProposerError,
+    Released,
+    Requirements,
+)
 from spectrain.infer.proposers.host import HostDrafts, HostProposer, HostStep
 from spectrain.infer.proposers.ngram import NgramProposer
 from spectrain.infer.proposers.ngram_rule import NgramRule
 from spectrain.infer.proposers.none import NoneProposer
 from spectrain.infer.sampling import SamplingParams
+from spectrain.infer.survival import log_odds_of
 from spectrain.infer.target import Target
 from spectrain.infer.texts import HostTexts
+from spectrain.tests.infer.proposers import LawProposer
 from spectrain.tests.infer.test_launch_ahead import Replays
 from spectrain.tests.models import rand_llama
 
@@ -31,7 +40,8 @@ class Careless(HostProposer):
     def __init__(self) -> None:
         self.random = np.random.default_rng(0)
         self.told: dict[int, list[int]] = {}
-        self.cut = self.whole = 0
+        self.cut = self.whole = self.sure = 0
+        self.said: dict[int, np.ndarray] = {}  # how sure it was of the last drafts of each request
 
     def propose(self, step: HostStep) -> HostDrafts:
         ids = np.stack(
@@ -48,9 +58,15 @@ class Careless(HostProposer):
             assert step.num_before[i] == len(before) and text[: len(before)] == before, "a text was told otherwise"
             self.told[request] = text
         lengths = self.random.integers(0, K + 1, len(ids))
+        told = step.wants_confidence and self.random.random() < 0.7
         self.cut += int((lengths > step.room).sum())
         self.whole += int((lengths == K).sum())
-        return HostDrafts(ids, lengths)
+        self.sure += told
+        confidence = self.random.random(ids.shape).astype(np.float32) if told else None
+        self.said = dict(
+            zip(step.request_ids, np.full(ids.shape, np.nan) if confidence is None else confidence, strict=True)
+        )
+        return HostDrafts(ids, lengths, confidence)
 
     def release(self, request: Released) -> None:
         self.told.pop(request.request_id, None)
@@ -70,6 +86,9 @@ def checked(engine: Engine) -> list[int]:
             assert host.texts.num_known[request.slot] == known
             assert host.texts.tokens[request.slot, :known].tolist() == table.tokens[request.slot, :known].tolist()
             assert int(table.num_drafts[request.slot]) == flight.waiting.get(request.request_id, 0)
+            if promised is not None and isinstance(host.proposer, Careless):
+                said = torch.tensor(host.proposer.said[request.request_id], dtype=torch.float32)
+                torch.testing.assert_close(table.draft_log_odds[request.slot], log_odds_of(said))
         waited.extend(flight.waiting.values())
         return promised
 
@@ -106,12 +125,117 @@ def test_host_and_device_know_the_same(target, ahead, recorded, policy) -> None:
             cancelled.add(engine.cancel(generator.choice(engine.scheduler.running).request_id).request_id)
         outputs |= {output.request_id: output for output in engine.step()}
     assert engine.statistics.num_preemptions > 3 and engine.pool.num_free == engine.pool.num_blocks - 1
+    assert (engine.proposer.sure > 5) == (policy == "adaptive")
     assert 0 in waited and max(waited) == K and engine.proposer.cut > 5 and not engine.proposer.told
     plain = Engine(target, NoneProposer(), dataclasses.replace(CONFIG, num_draft_tokens=0, num_blocks=200))
     asked = {i: given for i, given in wanted.items() if i not in cancelled and given[1].temperature == 0}
     expected = plain.generate([prompt for prompt, _ in asked.values()], [params for _, params in asked.values()])
     for request_id, output in zip(asked, expected, strict=True):
         assert outputs[request_id].token_ids == output.token_ids
+
+
+def test_costs_are_measured_while_a_step_waits_for_its_drafts(target) -> None:
+    engine = Engine(target, Careless(), dataclasses.replace(CONFIG, launch_ahead=True))
+    engine.runner.graphs = Replays()
+    with torch.inference_mode():
+        engine.runner.capture(3)
+    checked(engine)
+    for prompt in ([7, 8] * 4, [9, 9], [5, 6, 5]):
+        engine.add_request(prompt, SamplingParams(max_tokens=16, ignore_eos=True))
+    for _ in range(6):
+        engine.step()
+    assert engine._flight is not None and engine.best_num_draft_tokens(), "nothing was in flight, or measured"
+    while engine.has_unfinished():
+        engine.step()
+
+
+class ReadsLaws(LawProposer):
+    """A drafter on the host within another: it goes by the ids, and its laws lie elsewhere each time."""
+
+    def propose(self, step: DraftStep) -> Drafts:
+        assert not step.request_ids or len(step.request_ids) == len(step.slots), "others were shown than asked for"
+        return super().propose(step)
+
+
+class TakesInner(HostProposer):
+    """Every other request drafts what the one within it drafted."""
+
+    def __init__(self, inner: LawProposer) -> None:
+        self.inner, self.requirements = inner, inner.requirements
+
+    def bind(self, planes, num_rows) -> None:
+        self.inner.bind(planes, num_rows)
+
+    def propose(self, step: HostStep) -> HostDrafts:
+        assert step.inner is not None and step.inner.drawn
+        last = step.tokens[step.rows, step.num_known - 1]
+        np.testing.assert_allclose(step.inner.confidence[:, 0], self.inner.law[last].amax(-1))
+        own = step.tokens[step.rows][:, :K].astype(np.int64)
+        of_inner = np.array(step.request_ids) % 2 == 0
+        ids = np.where(of_inner[:, None], step.inner.token_ids, own)
+        return HostDrafts(ids, np.where(of_inner, step.inner.lengths, np.minimum(step.num_known, K)), None, of_inner)
+
+    def release(self, request: Released) -> None:
+        self.inner.release(request)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_drafter_on_the_host_within_another_runs_beside_recorded_steps(target, ahead) -> None:
+    law = torch.rand(97, 97, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    prompts = [[7, 8, 9] * n for n in (1, 9, 3, 6, 2)]
+    params = [SamplingParams(max_tokens=8 + 4 * i, temperature=1.0, seed=i, ignore_eos=True) for i in range(5)]
+    said = []
+    for recorded in (False, True):
+        inner = ReadsLaws(law, K)
+        config = dataclasses.replace(CONFIG, launch_ahead=ahead, num_blocks=200)
+        engine = Engine(target, TakesInner(inner), config)
+        if recorded:
+            engine.runner.graphs = Replays()
+            with torch.inference_mode():
+                engine.runner.capture(3)
+        inner.generator.manual_seed(0)
+        checked(engine)
+        draft, kept = engine.runner.host.draft, []
+
+        def watched(flight, step, draft=draft, kept=kept, engine=engine):
+            draft(flight, step)
+            laws = engine.table.draft_laws
+            for request in flight.samplers:
+                if request.request_id % 2 == 0 and flight.waiting.get(request.request_id):
+                    last = engine.table.tokens[request.slot, engine.table.num_known[request.slot] - 1]
+                    torch.testing.assert_close(laws[request.slot, 0], law[last].log())
+                    kept.append(request)
+
+        engine.runner.host.draft = watched
+        said.append([output.token_ids for output in engine.generate(prompts, params)])
+        assert len(kept) > 5
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_requests_go_on_behind_what_a_drafter_on_the_host_raises_within_another(target, ahead) -> None:
+    class Fails(LawProposer):
+        calls = 0
+
+        def propose(self, step: DraftStep) -> Drafts:
+            self.calls += 1
+            if self.calls % 3 == 0:
+                raise ProposerError("not now")
+            return super().propose(step)
+
+    config = dataclasses.replace(CONFIG, launch_ahead=ahead, num_blocks=200)
+    engine = Engine(target, TakesInner(Fails(torch.full((97, 97), 1 / 97), K)), config)
+    checked(engine)
+    prompts, params = [[7, 8, 9] * n for n in (1, 9, 3, 6, 2)], SamplingParams(max_tokens=14, ignore_eos=True)
+    ids, done, failed = [engine.add_request(prompt, params) for prompt in prompts], {}, 0
+    while engine.has_unfinished():
+        try:
+            done |= {output.request_id: output.token_ids for output in engine.step()}
+        except ProposerError:
+            failed += 1
+            assert engine._flight is not None and engine._flight.waiting == {}, "drafts wait that were never made"
+    plain = Engine(target, NoneProposer(), dataclasses.replace(config, num_draft_tokens=0))
+    assert failed > 2 and [done[i] for i in ids] == [output.token_ids for output in plain.generate(prompts, params)]
 
 
 def test_a_class_that_is_neither_kind_is_refused_by_name(target) -> None:

@@ -53,6 +53,16 @@ def test_outputs_and_counts_do_not_change(target, temperature, k, num_blocks):
     assert {o.finish_reason for o in runs[0]} == {FinishReason.STOP, FinishReason.LENGTH}
 
 
+def test_what_requests_ask_for_holds_in_steps_launched_ahead(target):
+    params = [
+        dataclasses.replace(given, repetition_penalty=1.5, logprobs=i % 3, ignore_eos=True)
+        for i, given in enumerate(settings(6, 0.0))
+    ]
+    plain, ahead = (engine_of(target, k, launch_ahead=k > 0).generate(texts(6), params) for k in (0, 4))
+    assert [o.token_ids for o in ahead] == [o.token_ids for o in plain]
+    assert [list(map(list, o.logprobs)) for o in ahead] == [list(map(list, o.logprobs)) for o in plain]
+
+
 def test_the_next_step_really_is_in_flight(target):
     engine = engine_of(target, 4, launch_ahead=True)
     engine.add_request([5, 6, 7], SamplingParams(max_tokens=40, ignore_eos=True))
