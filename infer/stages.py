@@ -136,13 +136,16 @@ class Stages:
         return drafts, torch.cat([*columns, confidence.double().view(torch.int64)], dim=1)
 
     def propose(self, drafting: Tensor, request_ids: list[int]) -> Tensor | None:
-        """Lets a proposer on the device draft for table rows `drafting` [batch], and takes its drafts."""
+        """Lets a proposer on the device draft for table rows `drafting` [batch], and takes its drafts.
+
+        Where drafting is adaptive, says what they promise: `survival.expected_accepted`.
+        """
         assert self.drafter is not None
         step = self._draft_step(drafting, request_ids)
         return self._take(drafting, self.drafter.propose(step), step.room)
 
     def take(self, drafting: Tensor, chosen: Tensor, confidence: Tensor | None, inner: Drafts | None) -> Tensor | None:
-        """Takes what a proposer on the host drafts for table rows `drafting` [batch]; promises as `propose` does.
+        """Takes what a proposer on the host drafts for table rows `drafting` [batch], and says what `propose` says.
 
         chosen [batch, k + 2] int64: tokens, how many of them, and whether they are those of `inner`, under its laws;
         confidence [batch, k] float32.
