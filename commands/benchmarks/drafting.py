@@ -130,14 +130,11 @@ def _on_device(texts: torch.Tensor, work: Work) -> Measured:
     """The drafting alone, replayed where a GPU records it."""
     proposer, device = NgramGpuProposer(work.num_draft_tokens, work.rule), texts.device
 
-    def step(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return proposer.propose(_step(texts, work.context + EMITTED * index, work))[:2]
-
-    measured = _measured(step, device, work)
+    steps = [_step(texts, work.context + EMITTED * i, work) for i in range(work.steps * REPEATS + 1)]
+    measured = _measured(lambda index: proposer.propose(steps[index])[:2], device, work)
     if device.type != "cuda":
         return measured
-    last = _step(texts, work.context + EMITTED * work.steps * REPEATS, work)
-    return measured._replace(step=time_calls([lambda: proposer.propose(last)], device))
+    return measured._replace(step=time_calls([lambda: proposer.propose(steps[-1])], device))
 
 
 def _measured(step: Callable[[int], tuple[Any, Any]], device: torch.device, work: Work) -> Measured:
