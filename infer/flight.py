@@ -1,7 +1,7 @@
 """A step on its way: launched on the device, read by the host once it has landed."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -69,15 +69,21 @@ class Undrafted(NamedTuple):
     logprobs: Sequence[Tensor]  # ids [batch, k + 1, n + 1] int64 and values float32, where they were asked for
     inner: Drafts | None = None  # of `HostProposer.inner`
 
+    def places_of(self, samplers: Iterable[int]) -> np.ndarray:
+        """Where requests stand among the rows `drafting`, given by their number among those that sample."""
+        return np.arange(len(self.drafting))[self.places][list(samplers)]
+
 
 class Flight:
     """A launched step: verified, then drafted, then landed; `land` waits for it."""
 
-    def __init__(self, requests: list[Request], samples: list[bool], ends: list[int], clock: Clock) -> None:
+    def __init__(
+        self, requests: list[Request], samples: list[bool], ends: list[int], clock: Clock, *, drafts: bool
+    ) -> None:
         self.requests, self.samples = requests, samples
         self.ends = ends  # per request: rows in the cache once the step is done; only for those that do not sample
         self.clock = clock
-        self.drafts = True  # whether drafts may wait once the step is done
+        self.drafts = drafts  # whether drafts may wait once the step is done
         self.choice: Choice | None = None  # of a decoding step that was chosen adaptively
         self.padded = len(requests)
         self.wanted = NEUTRAL  # what the requests that sample ask for
@@ -92,6 +98,11 @@ class Flight:
     @property
     def samplers(self) -> list[Request]:
         return [request for request, samples in zip(self.requests, self.samples, strict=True) if samples]
+
+    @property
+    def alive(self) -> dict[int, Request]:
+        """The requests that sample and have not ended since, by their number among those that sample."""
+        return {i: request for i, request in enumerate(self.samplers) if not request.finish_reason}
 
     @property
     def all_sample(self) -> bool:

@@ -25,8 +25,7 @@ class HostDrafting:
     def __init__(self, proposer: HostProposer, stages: Stages) -> None:
         self.proposer, self.stages, self.table = proposer, stages, stages.table
         self.texts = HostTexts(*self.table.tokens.shape)
-        self._chosen: dict[int | str, Tensor] = {}  # what recorded calls read, by their key
-        self._confidence: dict[int | str, Tensor] = {}
+        self._kept: dict[tuple[str, int | str], Tensor] = {}  # what recorded calls read, by name and their key
         self._nameable: np.ndarray | None = None
         drafter = stages.drafter
         self.inner_on_host = drafter is not None and drafter.requirements.on_host  # and so drafts when the host does
@@ -36,16 +35,15 @@ class HostDrafting:
 
         Waits for the step.
         """
-        samplers = flight.samplers
-        alive = [i for i, request in enumerate(samplers) if not request.finish_reason]
-        ids = [samplers[i].request_id for i in alive]
-        rows = np.array([samplers[i].slot for i in alive], dtype=np.int64)
-        places = np.arange(len(step.drafting))[step.places][alive]
+        alive = flight.alive
+        ids = [request.request_id for request in alive.values()]
+        rows = np.array([request.slot for request in alive.values()], dtype=np.int64)
+        places = step.places_of(alive)
         told, brief = flight.read()  # from here on the device waits
         told = told[places]
         self.texts.append(rows, told[:, :-3], told[:, -3])
         flight.waiting = {}
-        if not (flight.drafts and alive and self.stages.num_draft_tokens):
+        if not (flight.drafts and alive):
             return None
         if self.inner_on_host:
             step, brief = self._briefed(step, ids, places)
@@ -63,7 +61,7 @@ class HostDrafting:
 
     def _briefed(self, step: Undrafted, ids: list[int], places: np.ndarray) -> tuple[Undrafted, np.ndarray]:
         """What the one within drafts now, which goes by the ids and is not recorded: a step of these requests alone."""
-        drafting = step.drafting[torch.from_numpy(places).to(self.table.device)]
+        drafting = step.drafting[self.table.upload(places)]
         inner, brief = self.stages.brief(drafting, ids)
         return step._replace(graphs=None, drafting=drafting, inner=inner), brief.cpu().numpy()
 
@@ -79,18 +77,18 @@ class HostDrafting:
             confidence = np.full((len(step.drafting), k), np.nan, dtype=np.float32)  # not told
             if drafts.confidence is not None:
                 confidence[places, :width] = drafts.confidence
-        kept = self._kept(self._chosen, step, chosen)
-        sure = None if confidence is None else self._kept(self._confidence, step, confidence)
+        kept = self._keep("chosen", step, chosen)
+        sure = None if confidence is None else self._keep("confidence", step, confidence)
         return call(step.graphs, ("take", step.key), self.stages.take, step.drafting, kept, sure, step.inner)
 
-    def _kept(self, buffers: dict[int | str, Tensor], step: Undrafted, values: np.ndarray) -> Tensor:
+    def _keep(self, name: str, step: Undrafted, values: np.ndarray) -> Tensor:
         """The values on the device, where a recorded call reads them."""
-        host = torch.from_numpy(values)
         if step.graphs is None:
-            return host.to(self.table.device, non_blocking=True)
-        if step.key not in buffers:
-            buffers[step.key] = torch.empty_like(host, device=self.table.device)
-        return buffers[step.key].copy_(host, non_blocking=True)
+            return self.table.upload(values, values.dtype)
+        key = name, step.key
+        if key not in self._kept:
+            self._kept[key] = self.table.upload(values, values.dtype)
+        return self._kept[key].copy_(torch.from_numpy(values), non_blocking=True)
 
     def _inner(self, drafts: Drafts | None, brief: np.ndarray) -> InnerDrafts | None:
         if drafts is None:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,7 +75,7 @@ class Layout:
             return Slots(*self._buffer_of(batch))
         else:
             columns = [rows] * 3
-        told = self.upload(np.asarray(columns))
+        told = self.table.upload(columns)
         if batch is None:
             return Slots(*told)
         self._rows[batch] = rows
@@ -116,10 +115,10 @@ class Layout:
             [rows.num_tokens for rows in scheduled],
         )
         return MixedPlan(
-            slots=Slots(*self.upload(np.asarray(columns))),
-            asked=self.upload(asked),
-            sampling=self.upload([_row_of(rows.request) for rows in samplers]),
-            num_drafts=self.upload([rows.num_drafts for rows in samplers]),
+            slots=Slots(*self.table.upload(columns)),
+            asked=self.table.upload(asked),
+            sampling=self.table.upload([_row_of(rows.request) for rows in samplers]),
+            num_drafts=self.table.upload([rows.num_drafts for rows in samplers]),
             width=1 + max((rows.num_drafts for rows in samplers), default=0),
             longest=max(rows.num_tokens for rows in scheduled),
             max_seq_len=max(rows.start + rows.num_tokens for rows in scheduled),
@@ -135,7 +134,7 @@ class Layout:
             [_row_of(rows.request) if rows.samples else nobody for rows in scheduled] + [nobody] * padding,
             [rows.num_drafts if rows.samples else 0 for rows in scheduled] + [0] * padding,
         )
-        self._mixed_buffer.copy_(self.upload(np.asarray(columns)))
+        self._mixed_buffer.copy_(self.table.upload(columns))
         return self.buffered()
 
     def buffered(self) -> MixedPlan:
@@ -150,10 +149,6 @@ class Layout:
             longest=None,
             max_seq_len=self.table.max_length,
         )
-
-    def upload(self, values: "Sequence[int] | np.ndarray") -> Tensor:
-        """Whole numbers as int64 on the device."""
-        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self.table.device, non_blocking=True)
 
     def _buffer_of(self, batch: int) -> Tensor:
         """The columns of `Slots` [3, batch] int64."""

@@ -7,7 +7,6 @@ read the step before it.
 
 from collections.abc import Sequence
 
-import numpy as np
 from torch import Tensor
 
 from .costs import Rehearsal, StepCosts, measure_costs, stopwatch
@@ -69,9 +68,7 @@ class Runner:
         """Starts a step whose rows the host knows."""
         requests = [rows.request for rows in scheduled]
         samples = [rows.samples for rows in scheduled]
-        flight = Flight(
-            requests, samples, [rows.start + rows.num_tokens for rows in scheduled], Clock(self.table.device)
-        )
+        flight = self._flight(requests, samples, [rows.start + rows.num_tokens for rows in scheduled])
         self.table.write_blocks(requests)
         flight.wanted = _wanted_by(flight.samplers)
         drafts_wait = any(rows.num_drafts for rows in scheduled)
@@ -84,13 +81,16 @@ class Runner:
 
     def launch_ahead(self, requests: list[Request], before: Flight) -> Flight:
         """Starts a step of decoding requests, whose blocks are written, behind one that was not read yet."""
-        flight = Flight(requests, [True] * len(requests), [], Clock(self.table.device))
+        flight = self._flight(requests, [True] * len(requests), [])
         most = None
         if before.waiting is not None:
             most = [1 + before.waiting.get(request.request_id, 0) for request in requests]
         flight.wanted = before.wanted if requests == before.requests else _wanted_by(requests)
         self._decode(flight, None, None, most, before.drafts)
         return flight
+
+    def _flight(self, requests: list[Request], samples: list[bool], ends: list[int]) -> Flight:
+        return Flight(requests, samples, ends, Clock(self.table.device), drafts=self.num_draft_tokens > 0)
 
     def draft(self, flight: Flight) -> None:
         """Has the requests of a launched step draft, unless they did or ended since.
@@ -104,22 +104,21 @@ class Runner:
         try:
             promised = self._draft_on_device(flight, step) if self.host is None else self.host.draft(flight, step)
             if self.policy is not None and promised is not None:
-                alive = [request.request_id for request in flight.samplers if not request.finish_reason]
-                flight.keep_promise(self.policy.promise(alive), promised)
+                ids = [request.request_id for request in flight.alive.values()]
+                flight.keep_promise(self.policy.promise(ids), promised)
         finally:
             flight.clock.mark("drafted")
             if self.host is None:
-                flight.keep(step, self.table.num_drafts[step.drafting, None] if self.num_draft_tokens else None)
+                flight.keep(step, self.table.num_drafts[step.drafting, None] if flight.drafts else None)
 
     def _draft_on_device(self, flight: Flight, step: Undrafted) -> Tensor | None:
-        samplers = flight.samplers
-        alive = [i for i, request in enumerate(samplers) if not request.finish_reason]
-        if not (flight.drafts and alive and self.num_draft_tokens):
+        alive = flight.alive
+        if not (flight.drafts and alive):
             return None
-        drafting, ids = step.drafting, [samplers[i].request_id for i in alive]
+        drafting, ids = step.drafting, [request.request_id for request in alive.values()]
         if self.requirements.on_host:
             # it goes by the ids: rows of others than these must not stand between theirs
-            drafting = drafting[self.layout.upload(np.arange(len(drafting))[step.places][alive])]
+            drafting = drafting[self.table.upload(step.places_of(alive))]
         return self._propose(step.graphs, step.key, drafting, ids)
 
     def _verified(self, flight: Flight, step: Undrafted, request_ids: list[int]) -> None:
@@ -127,7 +126,7 @@ class Runner:
         flight.undrafted = step
         if self.host is not None:
             brief = None
-            if flight.drafts and self.num_draft_tokens and not self.host.inner_on_host:
+            if flight.drafts and not self.host.inner_on_host:
                 inner, brief = self._brief(step.graphs, step.key, step.drafting, request_ids)
                 flight.undrafted = step._replace(inner=inner)
             flight.keep(step, brief)

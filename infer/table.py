@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 from torch import Tensor
 
 from .batch import PackedBatch
@@ -58,7 +59,7 @@ class RequestTable:
         row = request.slot = self._free.pop()
         self._blocks_written[row] = 0
         known = len(request.token_ids)
-        self.tokens[row, :known] = self._upload(request.token_ids, np.int32)
+        self.tokens[row, :known] = self.upload(request.token_ids, np.int32)
         self.block_tables[row].zero_()
         for column, value in (
             (self.num_known, known),
@@ -90,9 +91,9 @@ class RequestTable:
                 self._blocks_written[row] = len(table)
         if not changes:
             return
-        entries = self._upload(changes, np.int64)
+        entries = self.upload(changes)
         self.block_tables[entries[:, 0], entries[:, 1]] = entries[:, 2].int()
-        held = self._upload([(row, self._blocks_written[row] * self.block_size) for row in rows], np.int64)
+        held = self.upload([(row, self._blocks_written[row] * self.block_size) for row in rows])
         self.capacities[held[:, 0]] = held[:, 1]
 
     def pack(
@@ -170,5 +171,6 @@ class RequestTable:
         old = self.tokens[slots[:, None], columns]
         self.tokens[slots[:, None], columns] = torch.where(step < counts[:, None], token_ids.int(), old)
 
-    def _upload(self, values: Sequence[object], dtype: type[np.generic]) -> Tensor:
+    def upload(self, values: Sequence[object] | np.ndarray, dtype: DTypeLike = np.int64) -> Tensor:
+        """Numbers of the host on the device, which is not waited for."""
         return torch.from_numpy(np.asarray(values, dtype=dtype)).to(self.device, non_blocking=True)
